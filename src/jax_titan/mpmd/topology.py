@@ -1,0 +1,42 @@
+"""Submeshes and which named part of a function lives on which: `Topology`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """The submeshes of a pipeline.
+
+    Attributes:
+        meshes: a JAX mesh by the submesh's name.
+        assignment: for every part's name the submesh it runs on and its stage number.
+    """
+
+    meshes: Mapping[str, Mesh]
+    assignment: Mapping[str, tuple[str, int]]
+
+    def __post_init__(self):
+        for part, (mesh, _) in self.assignment.items():
+            if mesh not in self.meshes:
+                raise ValueError(f"part {part!r} is assigned to {mesh!r}; the submeshes are {', '.join(self.meshes)}")
+
+    def axes(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """Axis names and sizes of every submesh."""
+        return {name: tuple(mesh.shape.items()) for name, mesh in self.meshes.items()}
+
+    @property
+    def stages(self) -> int:
+        return 1 + max(index for _, index in self.assignment.values())
+
+    @classmethod
+    def one_device_a_stage(cls, devices: Sequence[jax.Device]) -> Topology:
+        """Stage s, named `stage{s}`, on the submesh `mesh{s}` of one device."""
+        meshes = {f"mesh{s}": Mesh(np.array([device]), ("data",)) for s, device in enumerate(devices)}
+        return cls(meshes, {f"stage{s}": (f"mesh{s}", s) for s in range(len(meshes))})

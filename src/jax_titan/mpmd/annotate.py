@@ -111,8 +111,15 @@ def _lower(ctx, *args, call_jaxpr, name, transpose_count):
     block = op.region.blocks.append(*[arg.type for arg in args])
     with ir.InsertionPoint(block):
         body = mlir.lower_fun(jex.jaxpr_as_fun(call_jaxpr), multiple_results=True)
-        mpmd.ReturnOp(mlir.flatten_ir_values(body(ctx, *block.arguments)))
+        mpmd.ReturnOp(_flatten(body(ctx, *block.arguments)))
     return list(op.results)
+
+
+def _flatten(values: Any) -> list[ir.Value]:
+    """Results of a lowering: one value each, or several for an extended dtype such as a PRNG key."""
+    return (
+        [values] if isinstance(values, ir.Value) else [leaf for value in values for leaf in _flatten(value)]
+    )
 
 
 mlir.register_lowering(named_part_p, _lower, cacheable=False)

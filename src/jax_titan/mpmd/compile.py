@@ -78,10 +78,8 @@ def compile_fragments(fragments: Sequence[Fragment], meshes: Mapping[str, Mesh])
     """
     # Tracing holds the interpreter lock; XLA does not, and compiles while the next fragment is lowered.
     with ThreadPoolExecutor(max_workers=min(2, os.cpu_count() or 1)) as pool:
-        return [
-            pending.result()
-            for pending in [pool.submit(_compile, _lowered(f, meshes)) for f in fragments]
-        ]
+        pending = [pool.submit(_lowered(fragment, meshes).compile) for fragment in fragments]
+        return [compiled.result() for compiled in pending]
 
 
 def _lowered(fragment: Fragment, meshes: Mapping[str, Mesh]) -> jax.stages.Lowered:
@@ -98,11 +96,7 @@ def _lowered(fragment: Fragment, meshes: Mapping[str, Mesh]) -> jax.stages.Lower
         donate_argnums=fragment.donated,
         keep_unused=True,
     )
-    return jitted.lower(*(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in fragment.inputs))
-
-
-def _compile(lowered: jax.stages.Lowered) -> Callable[..., Any]:
     with warnings.catch_warnings():
         # Residuals may be marked as free to overwrite without an output of their shape: that is no loss.
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        return lowered.compile()
+        return jitted.lower(*(jax.ShapeDtypeStruct(value.shape, value.dtype) for value in fragment.inputs))

@@ -98,11 +98,15 @@ class Executor:
         refresh: Sequence[tuple[int, jax.sharding.NamedSharding]] = (),
     ):
         if schedule.stages != accumulate.stages:
-            raise ExecutorError(f"{schedule.name}: {schedule.stages} stages for a program of {accumulate.stages}")
+            raise ExecutorError(
+                f"{schedule.name}: {schedule.stages} stages for a program of {accumulate.stages}"
+            )
         if len(accumulate.inputs) != roles.carried + roles.shared + roles.per_microbatch:
             raise ExecutorError(f"{accumulate.name}: its arguments do not match the roles {roles}")
         if len(accumulate.outputs) != roles.carried:
-            raise ExecutorError(f"{accumulate.name}: returns {len(accumulate.outputs)} arrays, not the carried ones")
+            raise ExecutorError(
+                f"{accumulate.name}: returns {len(accumulate.outputs)} arrays, not the carried ones"
+            )
         self.schedule = schedule
         self.roles = roles
         self.dispatch = simulate(schedule).dispatch
@@ -113,7 +117,8 @@ class Executor:
         # Only what some stage reads is placed; the others keep a slot that stays empty.
         self.microbatch_inputs = tuple(i - first for i in sorted(used) if i >= first)
         self.microbatch_shardings = tuple(
-            sharding_of(accumulate.values[accumulate.inputs[first + i]], meshes) for i in self.microbatch_inputs
+            sharding_of(accumulate.values[accumulate.inputs[first + i]], meshes)
+            for i in self.microbatch_inputs
         )
         self._slots = 0
         self._shared = self._new_slots(roles.shared)
@@ -137,9 +142,7 @@ class Executor:
                 instructions.append(Instruction(None, None, reads, copies, targets=targets))
                 self._results += copies
         self.instructions = self._with_last_use(instructions)
-        self._loop = [
-            (i.call, i.reads, i.writes, i.targets, i.dead) for i in self.instructions
-        ]
+        self._loop = [(i.call, i.reads, i.writes, i.targets, i.dead) for i in self.instructions]
 
     def _new_slots(self, count: int) -> range:
         self._slots += count
@@ -159,7 +162,12 @@ class Executor:
         local: list[dict[int, int]] = []
         for slots in self._microbatches:
             first = roles.carried + roles.shared
-            local.append({program.inputs[first + i]: slot for i, slot in zip(self.microbatch_inputs, slots, strict=True)})
+            local.append(
+                {
+                    program.inputs[first + i]: slot
+                    for i, slot in zip(self.microbatch_inputs, slots, strict=True)
+                }
+            )
 
         def slot_of(value: int, microbatch: int) -> int:
             if value in carried_of:
@@ -277,6 +285,31 @@ class Executor:
             for slot in dead:
                 table[slot] = None
 
+    def live_activations(self) -> tuple[int, ...]:
+        """For each stage, the most microbatches of which an array made by a forward is kept on it at once.
+
+        Counted from the instructions and their last uses, not from the schedule: what the slots really hold.
+        """
+        live: list[dict[int, set[int]]] = [{} for _ in range(self.schedule.stages)]
+        owner: dict[int, tuple[int, int]] = {}
+        peaks = [0] * self.schedule.stages
+        carried = set(self._carried)
+        for instruction in self.instructions:
+            task = instruction.task
+            if task is not None and task.kind == "F" and instruction.call is not None:
+                for slot in instruction.writes:
+                    if slot not in carried and slot not in instruction.dead:
+                        owner[slot] = (task.stage, task.microbatch)
+                        live[task.stage].setdefault(task.microbatch, set()).add(slot)
+            for slot in instruction.dead:
+                if slot in owner:
+                    stage, microbatch = owner.pop(slot)
+                    live[stage][microbatch].discard(slot)
+            if task is not None and instruction.ends_task:
+                count = sum(1 for slots in live[task.stage].values() if slots)
+                peaks[task.stage] = max(peaks[task.stage], count)
+        return tuple(peaks)
+
     @property
     def transfers(self) -> int:
         """Arrays moved from one submesh to another in a step."""
@@ -342,4 +375,3 @@ def _instructions(
 def _target(sharding: jax.sharding.NamedSharding) -> Any:
     """A copy to a single device costs a third less when the device itself is named."""
     return next(iter(sharding.device_set)) if len(sharding.device_set) == 1 else sharding
-

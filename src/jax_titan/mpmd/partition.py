@@ -102,7 +102,9 @@ def partition(
     lowered_at = time.perf_counter()
     donated = tuple(i for i, leaf in enumerate(jax.tree.leaves(lowered.args_info)) if leaf.donated)
     inputs = _broadcast_names(tuple(argument_meshes), tuple(arguments), topology, "argument")
-    outputs = _broadcast_names(result_meshes, jax.tree.unflatten(out_tree, [0] * flat_result_count), topology, "result")
+    outputs = _broadcast_names(
+        result_meshes, jax.tree.unflatten(out_tree, [0] * flat_result_count), topology, "result"
+    )
     module = partitioner.clone_mlir_module(lowered.compiler_ir("stablehlo"))
     with silenced():
         try:
@@ -131,11 +133,13 @@ def partition(
             )
         except RuntimeError as error:
             raise PartitionError(f"{name}: {error}") from error
-    program = _read(result.mpmd_module, topology, name, donated)
+    program = _read(result.mpmd_module, topology, name, donated, scheduled)
     return Partitioned(program, out_tree, lowered_at - start, time.perf_counter() - lowered_at)
 
 
-def _lower(function: Callable, arguments: Sequence[Any], topology: Topology, donate: tuple[int, ...], name: str):
+def _lower(
+    function: Callable, arguments: Sequence[Any], topology: Topology, donate: tuple[int, ...], name: str
+):
     """Lower with all shardings rewritten onto one representative submesh; the partitioner asks for that."""
     representative = next(iter(topology.meshes.values()))
 
@@ -151,7 +155,9 @@ def _lower(function: Callable, arguments: Sequence[Any], topology: Topology, don
 
     fresh.__name__ = re.sub(r"\W", "_", name)
     with lowering_for_partitioner():
-        traced = jax.jit(fresh, donate_argnums=donate, keep_unused=True).trace(*jax.tree.map(abstract, tuple(arguments)))
+        traced = jax.jit(fresh, donate_argnums=donate, keep_unused=True).trace(
+            *jax.tree.map(abstract, tuple(arguments))
+        )
         lowered = traced.lower()
     out_tree = jax.tree.structure(traced.out_info)
     return lowered, out_tree, out_tree.num_leaves
@@ -165,11 +171,13 @@ def _broadcast_names(prefix: Any, tree: Any, topology: Topology, what: str) -> l
         raise PartitionError(f"the {what} meshes do not fit the {what}s: {error}") from error
     flat = jax.tree.leaves(names)
     if unknown := sorted(set(flat) - set(topology.meshes)):
-        raise PartitionError(f"{what} mesh {unknown[0]!r} is not in the topology ({', '.join(topology.meshes)})")
+        raise PartitionError(
+            f"{what} mesh {unknown[0]!r} is not in the topology ({', '.join(topology.meshes)})"
+        )
     return flat
 
 
-def _read(module: Any, topology: Topology, name: str, donated: tuple[int, ...]) -> Program:
+def _read(module: Any, topology: Topology, name: str, donated: tuple[int, ...], scheduled: bool) -> Program:
     """Read the partitioned module: a main of calls and transfers, and one function a fragment."""
     functions = {
         op.attributes["sym_name"].value: op
@@ -201,14 +209,13 @@ def _read(module: Any, topology: Topology, name: str, donated: tuple[int, ...]) 
                 reads = tuple(index[operand] for operand in op.operands)
                 writes = tuple(define(result) for result in op.results)
                 if (callee, mesh) not in fragment_index:
-                    stage, transposes = _origin(op, topology, callee)
+                    stage, transposes = _origin(op, topology, mesh, scheduled)
                     kind = "F" if transposes == 0 else ("W" if (stage, transposes) in seen else "B")
                     seen.add((stage, transposes))
                     fragment_index[callee, mesh] = len(fragments)
                     fragments.append(
                         Fragment(
-                            name=f"{kind}{stage}_{name}" if (kind, stage) not in {(f.kind, f.stage) for f in fragments}
-                            else f"{kind}{stage}_{name}_{len(fragments)}",
+                            name=f"{name}_{len(fragments)}_{kind}{stage}",
                             kind=kind,
                             stage=stage,
                             mesh=mesh,
@@ -225,7 +232,9 @@ def _read(module: Any, topology: Topology, name: str, donated: tuple[int, ...]) 
             case "func.return":
                 outputs = tuple(index[operand] for operand in op.operands)
             case other:
-                raise PartitionError(f"{name}: the partitioner left an operation that we do not know: {other}")
+                raise PartitionError(
+                    f"{name}: the partitioner left an operation that we do not know: {other}"
+                )
     return Program(
         name=name,
         meshes={mesh: tuple(axes) for mesh, axes in topology.axes().items()},
@@ -238,18 +247,22 @@ def _read(module: Any, topology: Topology, name: str, donated: tuple[int, ...]) 
     )
 
 
-def _origin(op: Any, topology: Topology, callee: str) -> tuple[int, int]:
+def _origin(op: Any, topology: Topology, mesh: str, scheduled: bool) -> tuple[int, int]:
     """Stage number and transpose count of a fragment, from the names that went into it."""
     text = str(op.attributes["origin"]) if "origin" in op.attributes else ""
     named = re.findall(r'"((?:[^"\\]|\\.)*)"(?:\((\d+)\))?', text)
-    stages = [(topology.assignment[part][1], int(count or 0)) for part, count in named if part in topology.assignment]
-    if not stages:
-        mesh = ir.StringAttr(op.attributes["mesh_name"]).value
-        raise PartitionError(
-            f"operations outside every named part ended up in a program of their own on {mesh} ({callee}); "
-            "move them into a part"
-        )
-    return stages[0][0], max(count for _, count in stages)
+    origins = [
+        (topology.assignment[part][1], int(count or 0))
+        for part, count in named
+        if part in topology.assignment
+    ]
+    if origins:
+        return origins[0][0], max(transposes for _, transposes in origins)
+    if not scheduled:  # constants and what is only passed on: any place in the order will do
+        return min(index for other, index in topology.assignment.values() if other == mesh), 0
+    raise PartitionError(
+        f"operations outside every named part would be a program of their own on {mesh}; move them into a part"
+    )
 
 
 _MESH_TENSOR = re.compile(r'^!mpmd\.mesh_tensor<"([^"]+)", tensor<((?:\d+x)*)([a-z0-9]+)>')

@@ -161,7 +161,9 @@ class Pipeline:
         self._accumulator_tree = jax.tree.structure(accumulator.tree)
         self._scalar_shardings = [
             sharding_of(updated.program.values[i], topology.meshes)
-            for i in updated.program.inputs[len(updated.program.inputs) - (counts["extra"] - counts["optimizer"]) :]
+            for i in updated.program.inputs[
+                len(updated.program.inputs) - (counts["extra"] - counts["optimizer"]) :
+            ]
         ]
         self.report = BuildReport(
             lower_seconds=cut.lower_seconds + updated.lower_seconds,
@@ -227,9 +229,17 @@ class Pipeline:
         )
         updated = self._out_tree.num_leaves
         parameters, optimizer, accumulator, metrics = jax.tree.unflatten(self._out_tree, results[:updated])
-        return parameters, jax.tree.unflatten(self._copies_tree, results[updated:]), optimizer, accumulator, metrics
+        return (
+            parameters,
+            jax.tree.unflatten(self._copies_tree, results[updated:]),
+            optimizer,
+            accumulator,
+            metrics,
+        )
 
-    def accumulate(self, parameters: Any, replicas: Any, accumulator: Any, microbatches: Sequence[Any]) -> Any:
+    def accumulate(
+        self, parameters: Any, replicas: Any, accumulator: Any, microbatches: Sequence[Any]
+    ) -> Any:
         """Only the accumulation, without the update: uses up the accumulator given in, returns the new one."""
         executor = self._accumulate_only
         results = executor.run(

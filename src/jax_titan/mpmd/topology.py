@@ -25,7 +25,9 @@ class Topology:
     def __post_init__(self):
         for part, (mesh, _) in self.assignment.items():
             if mesh not in self.meshes:
-                raise ValueError(f"part {part!r} is assigned to {mesh!r}; the submeshes are {', '.join(self.meshes)}")
+                raise ValueError(
+                    f"part {part!r} is assigned to {mesh!r}; the submeshes are {', '.join(self.meshes)}"
+                )
 
     def axes(self) -> dict[str, tuple[tuple[str, int], ...]]:
         """Axis names and sizes of every submesh."""

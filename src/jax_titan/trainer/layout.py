@@ -127,7 +127,9 @@ class SpmdLayout:
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._split = NamedSharding(mesh, PartitionSpec(None, "data"))
         self._jitted = jax.jit(
-            self._train, donate_argnums=(0, 1), out_shardings=(self._everywhere, self._everywhere, self._everywhere)
+            self._train,
+            donate_argnums=(0, 1),
+            out_shardings=(self._everywhere, self._everywhere, self._everywhere),
         )
         self._compiled = None
         self._jitted_gradients = jax.jit(self._mean_gradients)
@@ -272,7 +274,9 @@ class MpmdLayout:
                 {
                     "loss": last,
                     "gradients": by_unit,
-                    "replicas": {f"{a}/{b}": self._mesh_names[s] for (a, b), s in self._step.replicas().items()},
+                    "replicas": {
+                        f"{a}/{b}": self._mesh_names[s] for (a, b), s in self._step.replicas().items()
+                    },
                 },
             ),
             parameters=Placed(shapes["params"], by_unit),
@@ -365,7 +369,9 @@ class MpmdLayout:
         return lines
 
     def _homes(self) -> dict[str, jax.sharding.Sharding]:
-        return {unit.name: SingleDeviceSharding(self._device_of(unit.name)) for unit in self._step.model.units}
+        return {
+            unit.name: SingleDeviceSharding(self._device_of(unit.name)) for unit in self._step.model.units
+        }
 
     def _by_unit(self) -> dict[str, str]:
         return {name: self._mesh_names[s] for name, s in self._step.stage_of.items()}
@@ -426,9 +432,7 @@ def _total_weight(batch: HostBatch, dtype: Any) -> np.ndarray:
 
 
 def _microbatches(batch: HostBatch, count: int) -> dict[str, list[np.ndarray]]:
-    return {
-        name: np.split(np.asarray(batch[name], dtype), count) for name, dtype in BATCH_DTYPES.items()
-    }
+    return {name: np.split(np.asarray(batch[name], dtype), count) for name, dtype in BATCH_DTYPES.items()}
 
 
 # Initialisation runs once, so compiling it fast matters more than running it fast.
@@ -438,18 +442,23 @@ _COMPILE_FAST = {"xla_backend_optimization_level": 0}
 def _first_state(step: Step, seed: int, homes: Mapping[str, jax.sharding.Sharding]) -> tuple[dict, dict]:
     """First parameters and optimizer state by unit, computed on the devices that will hold them."""
 
-    def born(unit: Unit) -> tuple[Any, Any]:
+    def lowered(unit: Unit) -> tuple[jax.stages.Lowered, jax.Array]:
         def first(key):
             params = unit.init(key)
             return params, step.optimizer.transformation.init(params)
 
         home = homes[unit.name]
         key = jax.device_put(unit_key(jax.random.key(seed), unit.name), home)
-        return jax.jit(first, out_shardings=home).lower(key).compile(_COMPILE_FAST)(key)
+        return jax.jit(first, out_shardings=home).lower(key), key
 
+    # Traced here, since settings such as x64 belong to this thread; compiled two at a time.
+    programs = [lowered(unit) for unit in step.model.units]
     with ThreadPoolExecutor(max_workers=2) as pool:
-        states = dict(zip(homes, pool.map(born, step.model.units), strict=True))
-    return {name: both[0] for name, both in states.items()}, {name: both[1] for name, both in states.items()}
+        compiled = list(pool.map(lambda program: program[0].compile(_COMPILE_FAST), programs))
+    params, optimizer = {}, {}
+    for unit, function, (_, key) in zip(step.model.units, compiled, programs, strict=True):
+        params[unit.name], optimizer[unit.name] = function(key)
+    return params, optimizer
 
 
 def _abstract_state(step: Step, homes: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,7 +68,12 @@ def adamw(
         rise = optax.linear_schedule(learning_rate / warmup_steps, learning_rate, max(1, warmup_steps - 1))
         rate = optax.join_schedules([rise, after], [warmup_steps])
     transformation = optax.adamw(
-        rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+        rate,
+        b1=b1,
+        b2=b2,
+        eps=eps,
+        weight_decay=weight_decay,
+        mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p),
     )
     return Optimizer(transformation, rate, clip_norm)
 

@@ -1,0 +1,225 @@
+"""The command line: one function a subcommand, each importing what it needs when it runs.
+
+`--help` and a wrong configuration therefore never wait for JAX. Answers go to standard output, problems to
+standard error, one line each. Exit codes: 0 complete, 75 stopped early and resumable, 1 failed, 2 usage or
+configuration.
+"""
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from types import MappingProxyType
+from typing import Any
+
+from jax_titan.config import SECTIONS, Config, ConfigError, load, presets, print_help, show, suggestion
+
+OK, FAILED, USAGE, RESUMABLE = 0, 1, 2, 75
+
+
+class UsageError(Exception):
+    """The command cannot be carried out as given; the text is one line that says why."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: how it is called, what it is for, and what does it."""
+
+    usage: str
+    summary: str
+    example: str
+    sections: tuple[str, ...]  # of the configuration, listed in its help
+    run: Callable[[list[str]], int]
+
+
+def train(arguments: list[str]) -> int:
+    """Train; the trainer's exit code is the command's."""
+    config = load(*_source_and_flags("train", arguments))
+    from jax_titan.data.errors import DataError
+    from jax_titan.trainer.train import train as run
+
+    try:
+        return run(config)
+    except DataError as error:
+        raise UsageError(str(error)) from error
+
+
+def prepare(arguments: list[str]) -> int:
+    """Tokenize the corpus into its store, or find it there, and say what it holds."""
+    arguments, as_json = _without_json(arguments)
+    config = load(*_source_and_flags("prepare", arguments))
+    try:
+        facts = _prepared(config)
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again", file=sys.stderr)
+        return RESUMABLE
+    print(json.dumps(facts, indent=2) if as_json else _store_text(facts))
+    return OK
+
+
+def _prepared(config: Config) -> dict[str, Any]:
+    from jax_titan.data.corpus import CorpusSpec
+    from jax_titan.data.errors import DataError
+    from jax_titan.data.progress import rich_progress
+    from jax_titan.data.store import prepare as run
+
+    data = config.data
+    spec = CorpusSpec(data.path, data.tokenizer, data.vocab_size, data.text_field, data.validation_fraction)
+    try:
+        with rich_progress() as progress:
+            store = run(spec, config.cache_dir, progress)
+    except DataError as error:
+        raise UsageError(str(error)) from error
+    facts = {"directory": str(store.directory), "tokenizer": data.tokenizer, "vocab_size": store.vocab_size}
+    splits = {
+        split: {"documents": store.documents(split), "tokens": store.tokens(split)}
+        for split in ("train", "validation")
+    }
+    return facts | splits
+
+
+def _store_text(facts: dict[str, Any]) -> str:
+    rows = {
+        split: f"{facts[split]['documents']:,} documents, {facts[split]['tokens']:,} tokens"
+        for split in ("train", "validation")
+    }
+    rows |= {
+        "vocabulary": f"{facts['vocab_size']:,} tokens ({facts['tokenizer']})",
+        "store": facts["directory"],
+    }
+    return "\n".join(f"{label:<12}{text}" for label, text in rows.items())
+
+
+def summarize(arguments: list[str]) -> int:
+    """Say what happened in a run."""
+    arguments, as_json = _without_json(arguments)
+    for argument in arguments:
+        if argument.startswith("-"):
+            raise UsageError(f"summarize: {show(argument)} is unknown; the only flag is --json")
+    if len(arguments) != 1:
+        given = ", ".join(map(show, arguments)) or "none"
+        raise UsageError(f"summarize: name one run directory ({given} given), for example runs/llama3-debug")
+    from jax_titan.observability.records import to_json
+    from jax_titan.observability.summarize import format_summary
+    from jax_titan.observability.summarize import summarize as run
+
+    try:
+        summary = run(arguments[0])
+    except FileNotFoundError as error:
+        raise UsageError(str(error)) from error
+    print(to_json(summary) if as_json else format_summary(summary))
+    return OK
+
+
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "train": Command(
+            usage="train PRESET|FILE.toml",
+            summary="Train a model, or continue its run; makes a run directory.",
+            example="train llama3-debug --train.steps 20 --run.dir runs/first",
+            sections=tuple(SECTIONS),
+            run=train,
+        ),
+        "prepare": Command(
+            usage="prepare PRESET|FILE.toml [--json]",
+            summary="Tokenize the corpus into its store (train does it when it is missing).",
+            example="prepare llama3-debug --data.path corpus.txt --data.vocab_size 4096",
+            sections=("data",),
+            run=prepare,
+        ),
+        "summarize": Command(
+            usage="summarize RUN [--json]",
+            summary="Say what happened in a run: steps, losses, speed, restarts.",
+            example="summarize runs/llama3-debug --json",
+            sections=(),
+            run=summarize,
+        ),
+    }
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (without the program's name) and return the exit code."""
+    try:
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
+    except ConfigError as error:
+        return _refuse(error.problems)
+    except UsageError as error:
+        return _refuse([str(error)])
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return FAILED
+    except BrokenPipeError:
+        # the reader has enough, as in `... --help | head`; keep Python from complaining again when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception:
+        traceback.print_exc()
+        return FAILED
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview())
+        return OK
+    if arguments[0] == "--version":
+        print(f"jax-titan {version('jax-titan')}")
+        return OK
+    name, *rest = arguments
+    if name not in COMMANDS:
+        way_out = suggestion(name, COMMANDS) or f"; commands are {', '.join(COMMANDS)}"
+        raise UsageError(f"{show(name)} is an unknown command{way_out}")
+    # -h further back may be the value of a flag
+    if "--help" in rest or "-h" in rest[:2]:
+        _print_command_help(name, rest)
+        return OK
+    return COMMANDS[name].run(rest)
+
+
+def _refuse(problems: Sequence[str]) -> int:
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    return USAGE
+
+
+def _source_and_flags(command: str, arguments: list[str]) -> tuple[str, list[str]]:
+    if not arguments or arguments[0].startswith("-"):
+        example = COMMANDS[command].example
+        raise UsageError(f"{command}: name a preset or a TOML file first, for example: jax-titan {example}")
+    return arguments[0], arguments[1:]
+
+
+def _without_json(arguments: list[str]) -> tuple[list[str], bool]:
+    return [argument for argument in arguments if argument != "--json"], "--json" in arguments
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    return "\n".join(
+        [
+            "usage: jax-titan COMMAND ...",
+            "",
+            "Train language models with JAX.",
+            "",
+            *(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()),
+            "",
+            f"Presets: {', '.join(presets())}",
+            f"Example: jax-titan {COMMANDS['train'].example}",
+            "`jax-titan COMMAND --help` tells more; `jax-titan --version` tells the version.",
+        ]
+    )
+
+
+def _print_command_help(name: str, arguments: list[str]) -> None:
+    command = COMMANDS[name]
+    example = f"Example: jax-titan {command.example}"
+    if command.sections:
+        description = f"{command.summary}\n\n{example}\n\nPresets: {', '.join(presets())}"
+        print_help(f"jax-titan {command.usage}", description, arguments[0], command.sections)
+    else:
+        print(f"usage: jax-titan {command.usage}\n\n{command.summary}\n{example}")

@@ -1,0 +1,421 @@
+"""The training loop: the tour guide of the program.
+
+Read `train` top to bottom: data, run directory, devices, model and layout, restore, steps, the end. What can be
+wrong with the input is found before anything is written or any device is touched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from jax_titan.config import Config, ConfigError, fixed_differences, from_toml, to_toml
+from jax_titan.data.corpus import CorpusSpec
+from jax_titan.data.progress import rich_progress
+from jax_titan.data.store import TokenStore, prepare
+from jax_titan.data.text import Prefetch, TextDataset
+from jax_titan.observability import records
+from jax_titan.observability.console import Console
+from jax_titan.observability.env import device_peak_bytes, environment, host_peak_bytes
+from jax_titan.observability.summarize import format_summary, summarize
+
+if TYPE_CHECKING:
+    from jax_titan.trainer.checkpoint import Checkpoints
+    from jax_titan.trainer.layout import Layout, TrainState
+
+COMPLETE, RESUMABLE = 0, 75
+
+
+def train(config: Config, command: list[str] | None = None) -> int:
+    """Train a model, or go on with its run, and leave a run directory.
+
+    Args:
+        config: resolved and checked for contradictions.
+        command: how the program was called, for the record.
+
+    Returns:
+        The exit code: 0 the run or `train.stop_after` is complete, 75 stopped early after saving.
+
+    Raises:
+        ConfigError: the run directory holds another run, or the devices do not suffice.
+        DataError: the corpus cannot be read.
+    """
+    _check_run_dir(config)
+    store = _prepare(config)
+    from jax_titan.trainer.devices import choose_devices
+
+    devices = choose_devices(config)
+    layout, parameter_count, learning_rates = _build(config, store, devices)
+    with ExitStack() as stack:
+        run = _open_run(config, store, layout, learning_rates, stack)
+        if run.start_step >= run.end_step:
+            run.console.note(
+                f"{config.run.dir} is complete at step {run.start_step}; "
+                "a larger train.steps or train.stop_after goes on"
+            )
+            return COMPLETE
+        run.recorder.emit(
+            records.AttemptStart(
+                resume_step=run.start_step,
+                total_steps=config.train.steps,
+                layout=config.parallel.layout,
+                stages=config.pipeline.stages if config.parallel.layout == "mpmd" else 1,
+                schedule=config.pipeline.schedule if config.parallel.layout == "mpmd" else None,
+                microbatches=config.train.microbatches,
+                parameters=parameter_count,
+                data_digest=store.digest,
+                config_digest=_digest(to_toml(config)),
+                unigram_loss=store.unigram_nats(),
+                command=command if command is not None else sys.argv,
+                **environment(devices),
+            )
+        )
+        reason, exit_code = "crash", 1
+        try:
+            with _deferred_signals() as stop:
+                run.compile_and_restore()
+                reason = run.train(stop)
+                exit_code = RESUMABLE if reason in ("sigint", "sigterm") else COMPLETE
+        finally:
+            error = sys.exception()
+            run.recorder.emit(
+                records.AttemptEnd(
+                    reason=reason,
+                    exit_code=exit_code,
+                    step=run.done,
+                    host_peak_bytes=host_peak_bytes(),
+                    device_peak_bytes=device_peak_bytes(devices),
+                    seconds=time.monotonic() - run.started,
+                    message=repr(error) if error is not None else None,
+                )
+            )
+    if exit_code == RESUMABLE:
+        print(f"stopped after step {run.done}, saved; run the same command again to resume")
+    print(format_summary(summarize(config.run_dir)))
+    print(f"run directory: {config.run.dir}")
+    return exit_code
+
+
+@dataclasses.dataclass
+class _Run:
+    """One attempt at a run: everything that the loop needs, and how far it has come."""
+
+    config: Config
+    layout: Layout
+    training: Prefetch
+    validation: TextDataset | None
+    checkpoints: Checkpoints
+    recorder: records.Recorder
+    console: Console
+    learning_rates: Any
+    facts: dict[str, Any]
+    start_step: int
+    end_step: int
+    started: float
+    done: int
+    saved: int
+    state: TrainState | None = None
+    clock: float = 0.0
+
+    def compile_and_restore(self) -> None:
+        """Make the layout ready, and the state: fresh, or that of the last checkpoint."""
+        report = self.layout.compile()
+        self.recorder.emit(
+            records.Compile(
+                seconds=report.seconds,
+                lower_seconds=report.lower_seconds,
+                partition_seconds=report.partition_seconds,
+                xla_seconds=report.xla_seconds,
+                fragments=report.fragments,
+                transfers_per_step=report.transfers_per_step,
+            )
+        )
+        for line in self.layout.describe():
+            self.console.note(line)
+        if self.start_step:
+            saved = self.checkpoints.restore(self.start_step, self.layout.state_shardings())
+            self.state = self.layout.adopt(*saved)
+        else:
+            self.state = self.layout.init(self.config.run.seed)
+
+    def train(self, stop: Callable[[], str | None]) -> str:
+        """Run the steps that are left. Returns why it ended: ok, stop_after, or the signal."""
+        config = self.config
+        assert self.state is not None
+        self.clock = time.monotonic()
+        pending: _Pending | None = None
+        for step in range(self.start_step + 1, self.end_step + 1):
+            if signal_name := stop():
+                return signal_name
+            asked = time.monotonic()
+            batch = self.training.batch(step - 1)
+            waited = time.monotonic() - asked
+            self.state, metrics = self.layout.step(self.state, batch)
+            # The metrics of a step are fetched while the next one runs: the devices never wait for the host.
+            self._record(pending)
+            pending = _Pending(step, metrics, int((batch["weights"] > 0).sum()), waited)
+            evaluate = _due(step, config.eval.every) or step == config.train.steps
+            save = _due(step, config.checkpoint.every)
+            if evaluate or save or stop() or step == self.end_step:
+                self._record(pending)
+                pending = None
+                if evaluate:
+                    self._evaluate(step)
+                if save or stop() or step == self.end_step:
+                    self._save(step)
+                self.clock = time.monotonic()
+        return "ok" if self.end_step == config.train.steps else "stop_after"
+
+    def _record(self, pending: _Pending | None) -> None:
+        if pending is None:
+            return
+        import jax
+
+        # Block first, then fetch: a signal handler runs while blocked, but not inside a fetch.
+        jax.block_until_ready(pending.metrics)
+        now = time.monotonic()
+        self.recorder.emit(
+            records.Step(
+                step=pending.step,
+                loss=float(pending.metrics["loss"]),
+                grad_norm=float(pending.metrics["grad_norm"]),
+                learning_rate=float(self.learning_rates[pending.step - 1]),
+                tokens=pending.tokens,
+                step_seconds=now - self.clock,
+                data_wait_seconds=pending.data_wait_seconds,
+            )
+        )
+        self.clock = now
+        self.done = pending.step
+
+    def _evaluate(self, step: int) -> None:
+        if self.validation is None:
+            return
+        start = time.monotonic()
+        batches = list(self.validation.eval_batches(self.config.eval.batches))
+        sums = [self.layout.eval_step(self.state, batch) for batch in batches]
+        nats = sum(float(loss) for loss in sums)
+        tokens = sum(int((batch["weights"] > 0).sum()) for batch in batches)
+        covered = sum(self.validation.target_bytes(batch) for batch in batches)
+        if not tokens:
+            return
+        self.recorder.emit(
+            records.Eval(
+                step=step,
+                loss=nats / tokens,
+                tokens=tokens,
+                bytes=covered,
+                bits_per_byte=nats / covered / _LN2 if covered else None,
+                seconds=time.monotonic() - start,
+            )
+        )
+
+    def _save(self, step: int) -> None:
+        if self.saved == step:
+            return
+        from jax_titan.trainer.checkpoint import size_bytes
+
+        start = time.monotonic()
+        path = self.checkpoints.save(step, self.state.params, self.state.optimizer, self.facts)
+        self.saved = step
+        self.recorder.emit(
+            records.Checkpoint(
+                step=step, seconds=time.monotonic() - start, bytes=size_bytes(path), path=str(path)
+            )
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    """A dispatched step whose metrics are not fetched yet."""
+
+    step: int
+    metrics: dict[str, Any]
+    tokens: int
+    data_wait_seconds: float
+
+
+_LN2 = 0.6931471805599453
+
+
+def _due(step: int, every: int) -> bool:
+    return bool(every) and step % every == 0
+
+
+def _check_run_dir(config: Config) -> None:
+    """A directory holds one run: the same command goes on with it, another configuration is refused."""
+    directory, saved = config.run_dir, config.run_dir / "config.toml"
+    if saved.exists():
+        differences = fixed_differences(from_toml(saved.read_text(), str(saved)), config)
+        if differences:
+            raise ConfigError(
+                [
+                    *differences,
+                    f"run.dir: {config.run.dir} holds a run of another configuration; use another directory, or "
+                    "leave these fields as they are in the run",
+                ]
+            )
+    elif directory.exists() and any(directory.iterdir()):
+        raise ConfigError(
+            [f"run.dir: {config.run.dir} exists and holds no run; use an empty or a new directory"]
+        )
+
+
+def _prepare(config: Config) -> TokenStore:
+    data = config.data
+    spec = CorpusSpec(data.path, data.tokenizer, data.vocab_size, data.text_field, data.validation_fraction)
+    with rich_progress() as progress:
+        store = prepare(spec, config.cache_dir, progress)
+    if 0 < config.model.vocab_size < store.vocab_size:
+        raise ConfigError(
+            [
+                f"model.vocab_size: {config.model.vocab_size} is less than the tokenizer's {store.vocab_size}; "
+                "use 0 for the tokenizer's"
+            ]
+        )
+    return store
+
+
+def _build(config: Config, store: TokenStore, devices: list[Any]) -> tuple[Layout, int, Any]:
+    """The model on its layout, its number of parameters, and the learning rate of every step."""
+    import jax
+    import numpy as np
+
+    from jax_titan.models.llama import LlamaConfig, llama
+    from jax_titan.trainer.layout import MpmdLayout, SpmdLayout
+    from jax_titan.trainer.optimizer import adamw
+
+    m, t, o = config.model, config.train, config.optimizer
+    model = llama(
+        LlamaConfig(
+            layers=m.layers,
+            dim=m.dim,
+            heads=m.heads,
+            kv_heads=m.kv_heads,
+            head_dim=m.head_dim or m.dim // m.heads,
+            ffn_dim=m.ffn_dim,
+            vocab_size=m.vocab_size or store.vocab_size,
+            rope_theta=m.rope_theta,
+            norm_eps=m.norm_eps,
+            init_std=m.init_std,
+            tied=m.tied,
+            dtype=m.dtype,
+            sequence_length=t.sequence_length,
+        )
+    )
+    optimizer = adamw(
+        learning_rate=o.learning_rate,
+        schedule=o.schedule,
+        steps=t.steps,
+        warmup_steps=o.warmup_steps,
+        final_fraction=o.final_fraction,
+        b1=o.b1,
+        b2=o.b2,
+        eps=o.eps,
+        weight_decay=o.weight_decay,
+        clip_norm=o.clip_norm,
+    )
+    shape = (t.batch, t.sequence_length)
+    if config.parallel.layout == "mpmd":
+        layout = MpmdLayout(model, optimizer, devices, config.pipeline.schedule, t.microbatches, shape)
+    else:
+        layout = SpmdLayout(model, optimizer, devices, t.microbatches, shape)
+    rates = np.asarray(jax.vmap(optimizer.learning_rate)(np.arange(t.steps)))
+    return layout, model.parameter_count(), rates
+
+
+def _open_run(
+    config: Config, store: TokenStore, layout: Layout, learning_rates: Any, stack: ExitStack
+) -> _Run:
+    """Make or reopen the run directory, and the state at the last checkpoint in it."""
+    from jax_titan.trainer.checkpoint import Checkpoints
+
+    started = time.monotonic()
+    directory = config.run_dir
+    directory.mkdir(parents=True, exist_ok=True)
+    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
+    stack.callback(checkpoints.close)
+    facts = {"data_digest": store.digest}
+    step = checkpoints.latest_step
+    if step is not None:
+        saved = checkpoints.facts(step).get("data_digest")
+        if saved != store.digest:
+            raise ConfigError(
+                [
+                    f"data.path: the corpus has changed since this run began ({saved} then, {store.digest} now); "
+                    "restore it, or use another run.dir"
+                ]
+            )
+    _write_atomically(directory / "config.toml", to_toml(config))
+    console = stack.enter_context(Console(config.train.steps))
+    recorder = stack.enter_context(records.Recorder(directory / "events.jsonl", listeners=[console.show]))
+    t = config.train
+    make = lambda split: TextDataset(store, split, t.sequence_length, t.batch, config.run.seed)
+    training = stack.enter_context(Prefetch(make("train")))
+    return _Run(
+        config=config,
+        layout=layout,
+        training=training,
+        validation=make("validation") if store.documents("validation") else None,
+        checkpoints=checkpoints,
+        recorder=recorder,
+        console=console,
+        learning_rates=learning_rates,
+        facts=facts,
+        start_step=step or 0,
+        end_step=min(t.stop_after or t.steps, t.steps),
+        started=started,
+        done=step or 0,
+        saved=step or 0,
+    )
+
+
+def _digest(text: str) -> str:
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def _deferred_signals() -> Iterator[Callable[[], str | None]]:
+    """SIGINT and SIGTERM ask the loop to stop after the step; a second SIGINT stops at once."""
+    asked: list[str] = []
+
+    def note(number: int, _frame: Any) -> None:
+        if asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        asked.append(signal.Signals(number).name.lower())
+        print("\nstopping after this step; once more stops at once", file=sys.stderr)
+
+    previous = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, note)
+    except ValueError:
+        pass  # not the main thread: whoever called has the signals
+    try:
+        yield lambda: asked[0] if asked else None
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

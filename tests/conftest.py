@@ -1,7 +1,7 @@
 """Settings that must be made before JAX is imported: eight virtual CPU devices, and one compile cache a session.
 
-The cache lets layouts that differ only in their schedule, and processes that the tests start, reuse programs. It is
-made anew for each session, so nothing of an earlier run is ever tested.
+The cache lets layouts that differ only in their schedule, and processes that the tests start, reuse programs.
+It is made anew for each session, so nothing of an earlier run is ever tested.
 """
 
 import atexit

@@ -62,9 +62,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
-def test_overview_names_commands_presets_and_an_example(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-):
+def test_overview_names_commands_presets_and_an_example(arguments: list[str], capsys: pytest.CaptureFixture[str]):
     assert main(arguments) == 0
     text = capsys.readouterr().out
     assert all(f"  {name}" in text for name in [*COMMANDS])
@@ -78,9 +76,7 @@ def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["-h"], [PRESET, "-h"], [PRESET, "--run.seed", "1", "--help"]]
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], [PRESET, "-h"], [PRESET, "--run.seed", "1", "--help"]])
 def test_every_command_has_help_that_fits_80_columns(
     name: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ):
@@ -103,9 +99,7 @@ def test_train_help_has_every_field_its_help_and_its_default(capsys: pytest.Capt
     assert len(text.splitlines()) < 200
 
 
-def test_help_after_a_preset_shows_its_values(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_help_after_a_preset_shows_its_values(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr("jax_titan.config.presets", lambda: {"mine": "[train]\nsteps = 12345\n"})
     assert main(["train", "mine", "--help"]) == 0
     assert "(default: 12345)" in capsys.readouterr().out
@@ -241,9 +235,7 @@ def test_bad_data_found_by_the_trainer_is_one_line_and_exit_2(
     assert capsys.readouterr().err == "corpus.txt: not UTF-8 at byte 7\n"
 
 
-def test_failure_of_the_trainer_shows_its_stack_and_exits_1(
-    trainer: Trainer, capsys: pytest.CaptureFixture[str]
-):
+def test_failure_of_the_trainer_shows_its_stack_and_exits_1(trainer: Trainer, capsys: pytest.CaptureFixture[str]):
     trainer.result = ValueError("broken")
     assert main(["train", PRESET]) == 1
     error = capsys.readouterr().err

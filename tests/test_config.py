@@ -174,9 +174,7 @@ BAD_FLAGS = {
     "--train.steps 5 6": "'6': not a flag; write --section.field value",
     "--train.batch 8 --train.batch=16": "train.batch: given twice, as '8' and '16'; keep one",
     "--train.stop-after 1 --train.stop_after 2": "train.stop_after: given twice, as '1' and '2'; keep one",
-    "--pipeline.schedule 1f2b": (
-        "pipeline.schedule: '1f2b' is unknown; did you mean 1f1b? (known: gpipe, 1f1b)"
-    ),
+    "--pipeline.schedule 1f2b": ("pipeline.schedule: '1f2b' is unknown; did you mean 1f1b? (known: gpipe, 1f1b)"),
     "--model.dtype fp32": (
         "model.dtype: 'fp32' is unknown; did you mean float32? (known: bfloat16, float32, float64)"
     ),
@@ -245,9 +243,7 @@ def test_every_number_has_a_least_value():
 
 
 CONTRADICTIONS = {
-    "--model.dim 250": (
-        "model.dim: 250 is not a multiple of the 4 model.heads; change it, or set model.head_dim"
-    ),
+    "--model.dim 250": ("model.dim: 250 is not a multiple of the 4 model.heads; change it, or set model.head_dim"),
     "--model.dim 12": "model.dim: 12 makes heads of 3, but rotary positions turn pairs; use an even width",
     "--model.head_dim 33": ("model.head_dim: 33 is odd, but rotary positions turn pairs; use an even number"),
     "--model.kv_heads 3": "model.kv_heads: 3 does not divide the 4 model.heads; use a divisor of 4",

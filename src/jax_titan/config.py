@@ -49,9 +49,7 @@ class Run:
     """Where the run lives and what makes it random."""
 
     dir: str = option("", "run directory (empty: runs/NAME, NAME being the preset or the file)")
-    seed: int = option(
-        0, "seed of the parameters and of the order of the data", at_least=0, at_most=2**32 - 1
-    )
+    seed: int = option(0, "seed of the parameters and of the order of the data", at_least=0, at_most=2**32 - 1)
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,7 @@ class Data:
     validation_fraction: float = option(
         0.05, "part of the text kept for evaluation, in whole documents (0: none)", at_least=0, below=1
     )
-    cache: str = option(
-        "", "directory of token stores (empty: jax-titan/data in $XDG_CACHE_HOME or ~/.cache)"
-    )
+    cache: str = option("", "directory of token stores (empty: jax-titan/data in $XDG_CACHE_HOME or ~/.cache)")
 
 
 @dataclass(frozen=True)
@@ -112,9 +108,7 @@ class Optimizer:
     """AdamW and its learning rate."""
 
     learning_rate: float = option(3e-3, "learning rate after the warm-up", above=0)
-    schedule: Literal["cosine", "constant"] = option(
-        "cosine", "course of the learning rate after the warm-up"
-    )
+    schedule: Literal["cosine", "constant"] = option("cosine", "course of the learning rate after the warm-up")
     warmup_steps: int = option(20, "steps over which the learning rate rises from 0", at_least=0)
     final_fraction: float = option(
         0.1, "learning rate at the end of the cosine, as a part of learning_rate", at_least=0, at_most=1
@@ -123,9 +117,7 @@ class Optimizer:
     b2: float = option(0.95, "decay of the mean of squared gradients", at_least=0, below=1)
     eps: float = option(1e-8, "added to the root of the mean square", above=0)
     weight_decay: float = option(0.1, "decoupled weight decay, times the learning rate", at_least=0)
-    clip_norm: float = option(
-        1.0, "largest global gradient norm, scaled down beyond (0: no limit)", at_least=0
-    )
+    clip_norm: float = option(1.0, "largest global gradient norm, scaled down beyond (0: no limit)", at_least=0)
 
 
 @dataclass(frozen=True)
@@ -170,9 +162,7 @@ class Pipeline:
 class Platform:
     """The hardware."""
 
-    name: Literal["", "cpu", "gpu", "cuda", "rocm", "tpu"] = option(
-        "", "JAX platform (empty: the one JAX picks)"
-    )
+    name: Literal["", "cpu", "gpu", "cuda", "rocm", "tpu"] = option("", "JAX platform (empty: the one JAX picks)")
     devices: int = option(0, "virtual devices of platform cpu (0: as many as the layout needs)", at_least=0)
 
 
@@ -265,9 +255,7 @@ class Field:
             return f"{shown} is unknown{suggestion(str(value), self.choices)} (known: {known})"
         if isinstance(value, str):
             return None if _is_storable(value) else f"{shown} has a NUL or is not Unicode text"
-        if (
-            isinstance(value, int) and abs(value) > INT64_MAX
-        ):  # before isfinite, which overflows beyond floats
+        if isinstance(value, int) and abs(value) > INT64_MAX:  # before isfinite, which overflows beyond floats
             return f"{shown} is out of range"
         if not math.isfinite(value):
             return f"{shown} is not a finite number"
@@ -396,9 +384,7 @@ def _unknown_field(name: str) -> str:
 class _Draft:
     """A configuration while it is read: the good values so far, the fields that have none, and why."""
 
-    values: dict[str, Value] = field(
-        default_factory=lambda: {name: item.default for name, item in FIELDS.items()}
-    )
+    values: dict[str, Value] = field(default_factory=lambda: {name: item.default for name, item in FIELDS.items()})
     bad: set[str] = field(default_factory=set)
     problems: list[str] = field(default_factory=list)
 
@@ -454,9 +440,7 @@ def presets() -> dict[str, str]:
     """TOML text of every preset by its name."""
     files = (resources.files("jax_titan") / "presets").iterdir()
     texts = {
-        item.name.removesuffix(".toml"): item.read_text("utf-8")
-        for item in files
-        if item.name.endswith(".toml")
+        item.name.removesuffix(".toml"): item.read_text("utf-8") for item in files if item.name.endswith(".toml")
     }
     return dict(sorted(texts.items()))
 
@@ -572,9 +556,7 @@ def _split_flags(draft: _Draft, arguments: Sequence[str]) -> dict[str, str]:
         if name not in FIELDS:
             draft.problems.append(_unknown_field(name))
         elif not has_value:
-            draft.refuse(
-                name, f"{name}: the value is missing; write --{name} {FIELDS[name].default or 'VALUE'}"
-            )
+            draft.refuse(name, f"{name}: the value is missing; write --{name} {FIELDS[name].default or 'VALUE'}")
         elif flags.setdefault(name, text) != text:
             draft.refuse(name, f"{name}: given twice, as {show(flags[name])} and {show(text)}; keep one")
     return flags
@@ -697,9 +679,7 @@ def _head_width(c: Config) -> str | None:
     m = c.model
     if m.head_dim == 0 and m.dim % m.heads:
         dim, heads = m.dim, m.heads
-        return (
-            f"model.dim: {dim} is not a multiple of the {heads} model.heads; change it, or set model.head_dim"
-        )
+        return f"model.dim: {dim} is not a multiple of the {heads} model.heads; change it, or set model.head_dim"
     return None
 
 
@@ -709,9 +689,7 @@ def _head_is_even(c: Config) -> str | None:
         return f"model.head_dim: {m.head_dim} is odd, but rotary positions turn pairs; use an even number"
     if m.head_dim == 0 and m.dim % m.heads == 0 and (m.dim // m.heads) % 2:
         width = m.dim // m.heads
-        return (
-            f"model.dim: {m.dim} makes heads of {width}, but rotary positions turn pairs; use an even width"
-        )
+        return f"model.dim: {m.dim} makes heads of {width}, but rotary positions turn pairs; use an even width"
     return None
 
 

@@ -19,9 +19,7 @@ def test_a_log_gets_one_plain_line(capsys: pytest.CaptureFixture[str], monkeypat
     assert captured.out == ""
 
 
-def test_a_terminal_gets_a_bar_for_each_stage(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_a_terminal_gets_a_bar_for_each_stage(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes any stream for a terminal
     monkeypatch.setenv("COLUMNS", "120")
     with rich_progress() as progress:

@@ -38,9 +38,7 @@ def names(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_every_document_is_stored_whole_in_order_and_once(
-    kind, corpus: Path, texts: list[str], tmp_path: Path
-):
+def test_every_document_is_stored_whole_in_order_and_once(kind, corpus: Path, texts: list[str], tmp_path: Path):
     store = prepare(CorpusSpec(str(corpus), kind, 300, validation_fraction=0.2), tmp_path / "cache")
     train, validation = texts_of(store, "train"), texts_of(store, "validation")
     assert Counter(train) + Counter(validation) == Counter(texts)
@@ -98,9 +96,7 @@ def test_a_second_prepare_reads_the_cache_and_tokenizes_nothing(
 ):
     spec, batches = CorpusSpec(str(corpus)), []
     encode = ByteTokenizer.encode_batch
-    monkeypatch.setattr(
-        ByteTokenizer, "encode_batch", lambda self, t: (batches.append(t), encode(self, t))[1]
-    )
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", lambda self, t: (batches.append(t), encode(self, t))[1])
     first = prepare(spec, tmp_path / "cache")
     assert len(batches) == 1
     stages = set()
@@ -193,9 +189,7 @@ def test_the_unigram_loss_is_that_of_counting(kind, corpus: Path, tmp_path: Path
     counts = Counter(int(t) for document in documents(store, "train") for t in document[1:])
     total = sum(counts.values()) + store.vocab_size
     losses = [
-        -np.log((counts[int(t)] + 1) / total)
-        for document in documents(store, "validation")
-        for t in document[1:]
+        -np.log((counts[int(t)] + 1) / total) for document in documents(store, "validation") for t in document[1:]
     ]
     assert store.unigram_nats() == pytest.approx(np.mean(losses), rel=1e-12)
 

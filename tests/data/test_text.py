@@ -20,9 +20,7 @@ LENGTHS = [1, 2, 7, 16, 100, 100_000]
 
 def rows_of(dataset: TextDataset) -> list[dict[str, np.ndarray]]:
     """Every row of an epoch, in order."""
-    rows = [
-        {k: batch[k][i] for k in KEYS} for batch in dataset.eval_batches() for i in range(dataset.batch_size)
-    ]
+    rows = [{k: batch[k][i] for k in KEYS} for batch in dataset.eval_batches() for i in range(dataset.batch_size)]
     return rows[: dataset.rows]
 
 

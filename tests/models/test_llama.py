@@ -32,9 +32,7 @@ TINY = LlamaConfig(
 )
 # For tests of first values: wide enough for statistics, and one config so that its samplers compile once.
 FRESH = replace(TINY, dim=64, heads=8, head_dim=16, ffn_dim=160, vocab_size=256, dtype="float32")
-LLAMA3_8B = LlamaConfig(
-    layers=32, dim=4096, heads=32, kv_heads=8, head_dim=128, ffn_dim=14336, vocab_size=128_256
-)
+LLAMA3_8B = LlamaConfig(layers=32, dim=4096, heads=32, kv_heads=8, head_dim=128, ffn_dim=14336, vocab_size=128_256)
 
 type Arrays = Mapping[str, Mapping[str, np.ndarray]]
 
@@ -97,9 +95,7 @@ def reference_logits(config: LlamaConfig, params: Arrays, batch: Mapping[str, np
     table_VD = params["embed"]["table"]
     unembed_DV = table_VD.T if config.tied else params["head"]["unembed"]
     rows = []
-    for tokens, segments, positions in zip(
-        batch["tokens"], batch["segments"], batch["positions"], strict=True
-    ):
+    for tokens, segments, positions in zip(batch["tokens"], batch["segments"], batch["positions"], strict=True):
         x_TD = table_VD[tokens]
         for index in range(config.layers):
             layer = params[f"layers.{index}"]

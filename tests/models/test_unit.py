@@ -84,7 +84,5 @@ def test_adding_a_parameter_changes_no_other() -> None:
     small = {"w": Parameter((4, 4), ("embed", "ffn"), normal(0.1))}
     large = {"a": Parameter((2,), ("embed",), normal(0.1)), **small}
     key = jax.random.key(0)
-    first, second = (
-        Unit("u", parameters, lambda p, s, c, b: c, 1.0).init(key) for parameters in (small, large)
-    )
+    first, second = (Unit("u", parameters, lambda p, s, c, b: c, 1.0).init(key) for parameters in (small, large))
     np.testing.assert_array_equal(first["w"], second["w"])

@@ -25,9 +25,7 @@ def test_loading_leaves_no_alias_behind():
 
 
 def test_the_partitioner_is_silent():
-    code = (
-        "import jax; from jax_titan.mpmd._jaxlib import load_partitioner; load_partitioner(); print('done')"
-    )
+    code = "import jax; from jax_titan.mpmd._jaxlib import load_partitioner; load_partitioner(); print('done')"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "done\n"
     assert result.stderr == ""

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mpmd.toy import ROWS, WIDTH, accumulate, loss, microbatches, shapes, update, weights
+from mpmd.toy import ROWS, WIDTH, accumulate, microbatches, shapes, update, weights
 
 from jax_titan.mpmd import schedule as schedules
 from jax_titan.mpmd.annotate import stage
 from jax_titan.mpmd.executor import Executor, ExecutorError, Roles
+from jax_titan.mpmd.partition import partition
 from jax_titan.mpmd.pipeline import Pipeline, Placed, Replica
 from jax_titan.mpmd.program import Transfer
 from jax_titan.mpmd.topology import Topology
@@ -169,7 +170,11 @@ def test_a_second_step_compiles_nothing():
     pipeline = build(2, "1f1b", 4)
     parameters, acc = placed(2)
     compiled = []
-    listener = lambda event, *_, **__: compiled.append(event) if "compile" in event else None
+
+    def listener(event, *_, **__):
+        if "compile" in event:
+            compiled.append(event)
+
     state = pipeline.step(parameters, {}, [], acc, [np.float32(0.1)] * 2, host(4, 2))
     jax.monitoring.register_event_duration_secs_listener(listener)
     pipeline.step(state[0], {}, [], state[3], [np.float32(0.1)] * 2, host(4, 2))
@@ -226,9 +231,7 @@ def test_parameters_that_two_stages_read_are_replicas():
     optimizer = []
     w = jnp.asarray(start)
     for _ in range(3):
-        parameters, replicas, optimizer, acc, value = pipeline.step(
-            parameters, replicas, optimizer, acc, [], rows
-        )
+        parameters, replicas, optimizer, acc, value = pipeline.step(parameters, replicas, optimizer, acc, [], rows)
         total, gradient = jax.value_and_grad(lambda w: sum(plain(w, w, x) for x in rows))(w)
         w = w - 0.01 * gradient
         assert float(value) == pytest.approx(float(total), rel=1e-6)
@@ -260,31 +263,20 @@ def test_a_schedule_for_another_number_of_stages_is_refused():
 def test_a_shared_argument_read_on_two_stages_is_refused_with_the_way_out():
     topology = Topology.one_device_a_stage(jax.devices()[:2])
     row = jax.ShapeDtypeStruct((ROWS, WIDTH), "float32")
-    w = shapes(weights(2))
-
-    def accumulate_shared(acc, weights, replicas, microbatch):
-        both = {"x": microbatch["x"], "t": [microbatch["t"]] * 2}
-        value, gradients = jax.value_and_grad(
-            lambda w: loss(w, both["x"], both["t"], 2) + jnp.sum(w[0]["matrix"]) * 0
-        )(weights)
-        return jax.tree.map(jnp.add, acc, {"loss": value, "gradients": gradients})
 
     def reads_twice(acc, weights, replicas, microbatch):
         x = stage("stage0")(lambda x, t: x + t)(microbatch["x"], microbatch["t"])
         value = stage("stage1")(lambda x, t: jnp.sum(x * t))(x, microbatch["t"])
         return acc + value
 
+    cut = partition(
+        reads_twice,
+        (jax.ShapeDtypeStruct((), "float32"), [], {}, {"x": row, "t": row}),
+        topology,
+        argument_meshes=("mesh1", [], {}, "mesh0"),
+        result_meshes="mesh1",
+        donate=(0,),
+    )
+    forwards = schedules.forward_only(2, 2)
     with pytest.raises(ExecutorError, match="pass a copy for each stage"):
-        from jax_titan.mpmd.partition import partition
-
-        cut = partition(
-            reads_twice,
-            (jax.ShapeDtypeStruct((), "float32"), [], {}, {"x": row, "t": row}),
-            topology,
-            argument_meshes=("mesh1", [], {}, "mesh0"),
-            result_meshes="mesh1",
-            donate=(0,),
-        )
-        Executor(
-            cut.program, Roles(1, 0, 2), schedules.forward_only(2, 2), [lambda *_: None] * 2, topology.meshes
-        )
+        Executor(cut.program, Roles(1, 0, 2), forwards, [lambda *_: None] * 2, topology.meshes)

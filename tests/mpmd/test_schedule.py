@@ -14,7 +14,7 @@ SHAPES = [(stages, microbatches) for stages in range(1, 9) for microbatches in (
 def test_every_shape_is_complete_and_free_of_deadlock(name):
     for stages, microbatches in SHAPES:
         schedule = schedules.build(name, stages, microbatches)
-        expected = {Task(k, s, m) for k in "FB" for s in range(stages) for m in range(microbatches)}
+        expected = {Task(k, s, m) for k in ("F", "B") for s in range(stages) for m in range(microbatches)}
         assert {task for tasks in schedule.order for task in tasks} == expected
 
 
@@ -110,9 +110,7 @@ def test_a_broken_memory_promise_is_named():
         schedules.validate(dataclasses.replace(good, promise=(3, 2, 1)))
 
 
-@pytest.mark.parametrize(
-    ("name", "stages", "microbatches"), [("1f2b", 2, 2), ("1f1b", 0, 2), ("gpipe", 2, 0)]
-)
+@pytest.mark.parametrize(("name", "stages", "microbatches"), [("1f2b", 2, 2), ("1f1b", 0, 2), ("gpipe", 2, 0)])
 def test_an_unknown_name_or_an_empty_shape_is_refused(name, stages, microbatches):
     with pytest.raises(ScheduleError):
         schedules.build(name, stages, microbatches)

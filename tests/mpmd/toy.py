@@ -25,8 +25,7 @@ def loss(weights, inputs, targets, stages):
 def weights(stages, seed=0):
     keys = jax.random.split(jax.random.key(seed), stages)
     return [
-        {"matrix": jax.random.normal(key, (WIDTH, WIDTH)) * 0.5, "shift": jnp.full((WIDTH,), 0.1)}
-        for key in keys
+        {"matrix": jax.random.normal(key, (WIDTH, WIDTH)) * 0.5, "shift": jnp.full((WIDTH,), 0.1)} for key in keys
     ]
 
 

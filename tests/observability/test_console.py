@@ -122,9 +122,7 @@ def test_the_story_of_a_run_in_plain_lines():
 def test_what_was_not_measured_is_a_dash_or_left_out():
     lines = shown(
         [
-            start(
-                stages=1, schedule=None, microbatches=1, devices=1, attempt=2, resume_step=40, layout="spmd"
-            ),
+            start(stages=1, schedule=None, microbatches=1, devices=1, attempt=2, resume_step=40, layout="spmd"),
             {"event": "compile", "seconds": None, "fragments": 1, "transfers_per_step": 0},
             step(41, step_seconds=None),
             {"event": "checkpoint", "step": 50, "seconds": None, "bytes": None, "path": "checkpoints/50"},
@@ -222,9 +220,7 @@ def test_an_error_leaves_the_terminal_with_its_cursor(terminal: Terminal, error:
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_lost_stream_ends_the_display_and_not_the_training(
-    monkeypatch: pytest.MonkeyPatch, is_terminal: bool
-):
+def test_a_lost_stream_ends_the_display_and_not_the_training(monkeypatch: pytest.MonkeyPatch, is_terminal: bool):
     stream = BrokenStream()
     monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
     with Console(300, stream) as console:

@@ -202,9 +202,7 @@ def test_a_full_disk_stops_no_training_and_tears_no_later_line(
         return count
 
     heard: list[int] = []
-    with Recorder(
-        tmp_path / "events.jsonl", listeners=[lambda event: heard.append(event["step"])]
-    ) as recorder:
+    with Recorder(tmp_path / "events.jsonl", listeners=[lambda event: heard.append(event["step"])]) as recorder:
         monkeypatch.setattr(os, "write", limited)
         for step in (1, 2, 3):
             recorder.emit(step_event(step))

@@ -98,9 +98,7 @@ def run(tmp_path: Path) -> Run:
 def test_a_whole_run(run: Run):
     run.start(total_steps=4).event("compile", seconds=2.0, fragments=8, transfers_per_step=48)
     run.wait(3.0).eval(0, 6.0, 2.5)
-    run.step(1, 5.0, 90).step(2, 0.5, 100).step(3, 0.25, 100).step(4, 1.0, 110).eval(4, 4.0, 1.75).checkpoint(
-        4
-    )
+    run.step(1, 5.0, 90).step(2, 0.5, 100).step(3, 0.25, 100).step(4, 1.0, 110).eval(4, 4.0, 1.75).checkpoint(4)
     run.wait(2.0).end(host_peak_bytes=10**9, device_peak_bytes=[5, None, 7], step=4)
     assert run.summary() == {
         "run_id": "run",

@@ -108,9 +108,7 @@ CASES = {
         ((B, T, N, H), (B, T, K, H), (B, T, K, H)),
     ),
     "cross_entropy": Case(
-        lambda logits: ops.cross_entropy(
-            logits, jnp.asarray(TOKENS_BT), jnp.asarray(WEIGHTS_BT, logits.dtype)
-        )[0],
+        lambda logits: ops.cross_entropy(logits, jnp.asarray(TOKENS_BT), jnp.asarray(WEIGHTS_BT, logits.dtype))[0],
         cross_entropy_reference,
         ((B, T, V),),
     ),
@@ -128,9 +126,7 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
-def central_differences(
-    function: Callable[..., np.floating], arguments: list[np.ndarray]
-) -> list[np.ndarray]:
+def central_differences(function: Callable[..., np.floating], arguments: list[np.ndarray]) -> list[np.ndarray]:
     """Gradient of a scalar function with respect to every number of every argument."""
     step = 1e-5
     gradients = [np.zeros_like(argument) for argument in arguments]
@@ -257,9 +253,7 @@ def test_rope_turns_the_first_half_against_the_second() -> None:
     x = jnp.zeros((1, 1, 1, 8)).at[..., 0].set(1.0)
     expected = np.zeros(8)
     expected[[0, 4]] = np.cos(1), np.sin(1)
-    np.testing.assert_allclose(
-        ops.rope(x, jnp.ones((1, 1), jnp.int32), 500_000.0)[0, 0, 0], expected, atol=1e-7
-    )
+    np.testing.assert_allclose(ops.rope(x, jnp.ones((1, 1), jnp.int32), 500_000.0)[0, 0, 0], expected, atol=1e-7)
 
 
 @pytest.mark.usefixtures("x64")
@@ -328,9 +322,7 @@ def test_cross_entropy_is_stable_for_large_logits(magnitude: float, rng: np.rand
 
 def test_attention_is_stable_for_large_scores(rng: np.random.Generator) -> None:
     q, k, v = (jnp.asarray(rng.normal(size=(B, T, heads, H)), jnp.float32) for heads in (N, K, K))
-    output, pullback = jax.vjp(
-        lambda q, k, v: ops.attention(q, k, v, jnp.asarray(SEGMENTS_BT)), 1e4 * q, k, v
-    )
+    output, pullback = jax.vjp(lambda q, k, v: ops.attention(q, k, v, jnp.asarray(SEGMENTS_BT)), 1e4 * q, k, v)
     expected = attention_reference(np.asarray(1e4 * q, np.float64), np.asarray(k), np.asarray(v))
     # Scores of 1e4 carry an absolute error of 1e4 eps, which is the softmax weights' relative error.
     np.testing.assert_allclose(output, expected, rtol=0, atol=4e4 * np.finfo(np.float32).eps)

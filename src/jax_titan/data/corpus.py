@@ -123,9 +123,7 @@ def find_files(path: str) -> list[CorpusFile]:
     try:
         mode = root.stat().st_mode
     except (OSError, ValueError) as error:  # ValueError: a null byte in the path
-        reason = (
-            "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({_reason(error)})"
-        )
+        reason = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be read ({_reason(error)})"
         raise DataError(
             f"data.path: {path} {reason}; give a text file, a .jsonl file or a directory of them, "
             "or nothing for the bundled corpus"
@@ -153,9 +151,7 @@ def _corpus_file(name: str, path: Path) -> CorpusFile:
 
 def _text_names(root: Path, path: str) -> Iterator[str]:
     def refuse(error: OSError) -> None:
-        raise DataError(
-            f"data.path: {path} cannot be listed ({_reason(error)} at {error.filename})"
-        ) from error
+        raise DataError(f"data.path: {path} cannot be listed ({_reason(error)} at {error.filename})") from error
 
     for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -234,8 +230,7 @@ def read_documents(files: list[CorpusFile], text_field: str) -> Iterator[Documen
                         yield Document(text, earlier_bytes + raw.tell())
         except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
             raise DataError(
-                f"data.path: {file.path} is not a whole {file.compression} file ({_reason(error)}); "
-                "copy it again"
+                f"data.path: {file.path} is not a whole {file.compression} file ({_reason(error)}); copy it again"
             ) from error
         except OSError as error:
             raise _unreadable(file.path, error) from error
@@ -326,9 +321,7 @@ def _json_name(value: object) -> str:
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(
-        f"data.path: {path} cannot be read ({_reason(error)}); mend it or remove it from the corpus"
-    )
+    return DataError(f"data.path: {path} cannot be read ({_reason(error)}); mend it or remove it from the corpus")
 
 
 def _reason(error: BaseException) -> str:

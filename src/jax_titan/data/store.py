@@ -201,9 +201,7 @@ def prepare(spec: CorpusSpec, cache_dir: Path | str, progress: Progress | None =
             try:
                 return open_store(directory, verify=True)
             except DataError as problem:
-                _log.warning(
-                    "token store %s is damaged, building it again (%s)", directory, problem.__cause__
-                )
+                _log.warning("token store %s is damaged, building it again (%s)", directory, problem.__cause__)
                 discard(directory)
         with building(directory) as temporary:
             _build(temporary, spec, files, identity, digest, progress)

@@ -59,9 +59,7 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         sizes = ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn_dim", "vocab_size", "sequence_length")
-        problems = [
-            f"{name}: {getattr(self, name)} is not positive" for name in sizes if getattr(self, name) < 1
-        ]
+        problems = [f"{name}: {getattr(self, name)} is not positive" for name in sizes if getattr(self, name) < 1]
         if self.kv_heads > 0 and self.heads % self.kv_heads:
             problems.append(f"heads: {self.heads} is no multiple of kv_heads {self.kv_heads}")
         if self.head_dim % 2:
@@ -160,9 +158,7 @@ def _apply_embed(
 def _apply_layer(
     config: LlamaConfig, params: Params, shared: Mapping[str, Params], x_BTD: jax.Array, batch: Batch
 ) -> jax.Array:
-    x_BTD = x_BTD + _attend(
-        config, params, ops.rms_norm(x_BTD, params["attention_norm"], config.norm_eps), batch
-    )
+    x_BTD = x_BTD + _attend(config, params, ops.rms_norm(x_BTD, params["attention_norm"], config.norm_eps), batch)
     return x_BTD + _feed_forward(params, ops.rms_norm(x_BTD, params["ffn_norm"], config.norm_eps))
 
 

@@ -66,9 +66,7 @@ class Parameter:
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.axes):
-            raise ValueError(
-                f"{len(self.shape)} dimensions {self.shape} but {len(self.axes)} axes {self.axes}"
-            )
+            raise ValueError(f"{len(self.shape)} dimensions {self.shape} but {len(self.axes)} axes {self.axes}")
 
     def init(self, key: jax.Array) -> jax.Array:
         """The first value, a pure function of `key`.

@@ -67,7 +67,7 @@ def load_partitioner() -> ModuleType:
     """
     import jaxlib
 
-    installed = jaxlib.__version__
+    installed: str = jaxlib.__version__  # pyright: ignore[reportPrivateImportUsage]
     numbers = tuple(int(n) for n in re.findall(r"\d+", installed)[:3])
     if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
         raise _unsupported("its version is outside the supported range")
@@ -136,8 +136,9 @@ def _import(jaxlib: ModuleType) -> ModuleType:
 def _unsupported(reason: str) -> UnsupportedJaxlibError:
     import jaxlib
 
+    installed: str = jaxlib.__version__  # pyright: ignore[reportPrivateImportUsage]
     return UnsupportedJaxlibError(
-        f"jaxlib {jaxlib.__version__} cannot cut a pipeline: {reason}; jax-titan was tested with jaxlib "
+        f"jaxlib {installed} cannot cut a pipeline: {reason}; jax-titan was tested with jaxlib "
         f"{' and '.join(TESTED)}; install one of these, or use parallel.layout spmd"
     )
 

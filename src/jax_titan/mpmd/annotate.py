@@ -117,9 +117,7 @@ def _lower(ctx, *args, call_jaxpr, name, transpose_count):
 
 def _flatten(values: Any) -> list[ir.Value]:
     """Results of a lowering: one value each, or several for an extended dtype such as a PRNG key."""
-    return (
-        [values] if isinstance(values, ir.Value) else [leaf for value in values for leaf in _flatten(value)]
-    )
+    return [values] if isinstance(values, ir.Value) else [leaf for value in values for leaf in _flatten(value)]
 
 
 mlir.register_lowering(named_part_p, _lower, cacheable=False)

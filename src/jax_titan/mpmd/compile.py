@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.extend import core as jex
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import func
@@ -33,7 +34,7 @@ class _Text:
 fragment_p = jex.Primitive("mpmd_fragment")
 fragment_p.multiple_results = True
 fragment_p.def_abstract_eval(
-    lambda *_, text: [jax.core.ShapedArray(value.shape, value.dtype) for value in text.fragment.outputs]
+    lambda *_, text: [ShapedArray(value.shape, value.dtype) for value in text.fragment.outputs]
 )
 
 
@@ -48,7 +49,8 @@ def _lower(ctx, *args, text: _Text):
             else:
                 op.operation.move_before(next(iter(target.module.body.operations)).operation)
                 target.symbol_table.insert(op.operation)
-    main = next(op for op in source.body.operations if op.attributes["sym_name"].value == "main")
+    functions: list[Any] = list(source.body.operations)
+    main = next(op for op in functions if op.attributes["sym_name"].value == "main")
     for attribute in ("arg_attrs", "res_attrs", "mesh_shape", "reserved_hbm_bytes"):
         if attribute in main.attributes:  # shardings and donation are those of the surrounding jit
             del main.attributes[attribute]

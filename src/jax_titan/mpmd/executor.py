@@ -98,9 +98,7 @@ class Executor:
         refresh: Sequence[tuple[int, jax.sharding.NamedSharding]] = (),
     ):
         if schedule.stages != accumulate.stages:
-            raise ExecutorError(
-                f"{schedule.name}: {schedule.stages} stages for a program of {accumulate.stages}"
-            )
+            raise ExecutorError(f"{schedule.name}: {schedule.stages} stages for a program of {accumulate.stages}")
         if len(accumulate.inputs) != roles.carried + roles.shared + roles.per_microbatch:
             raise ExecutorError(f"{accumulate.name}: its arguments do not match the roles {roles}")
         if len(accumulate.outputs) != roles.carried:
@@ -117,16 +115,13 @@ class Executor:
         # Only what some stage reads is placed; the others keep a slot that stays empty.
         self.microbatch_inputs = tuple(i - first for i in sorted(used) if i >= first)
         self.microbatch_shardings = tuple(
-            sharding_of(accumulate.values[accumulate.inputs[first + i]], meshes)
-            for i in self.microbatch_inputs
+            sharding_of(accumulate.values[accumulate.inputs[first + i]], meshes) for i in self.microbatch_inputs
         )
         self._slots = 0
         self._shared = self._new_slots(roles.shared)
         self._carried = self._new_slots(roles.carried)
         self._extras = self._new_slots(self._extra)
-        self._microbatches = [
-            self._new_slots(len(self.microbatch_inputs)) for _ in range(schedule.microbatches)
-        ]
+        self._microbatches = [self._new_slots(len(self.microbatch_inputs)) for _ in range(schedule.microbatches)]
         instructions = self._expand(accumulate, functions)
         if update is None:
             self._results = tuple(self._carried)
@@ -163,10 +158,7 @@ class Executor:
         for slots in self._microbatches:
             first = roles.carried + roles.shared
             local.append(
-                {
-                    program.inputs[first + i]: slot
-                    for i, slot in zip(self.microbatch_inputs, slots, strict=True)
-                }
+                {program.inputs[first + i]: slot for i, slot in zip(self.microbatch_inputs, slots, strict=True)}
             )
 
         def slot_of(value: int, microbatch: int) -> int:
@@ -326,7 +318,7 @@ def _operations_by_task(program: Program) -> dict[tuple[str, int], list[Call | T
             key = (fragment.kind, fragment.stage)
             if key in tasks:
                 raise ExecutorError(
-                    f"{program.name}: stage {fragment.stage} has two {fragment.kind} fragments; every stage must be "
+                    f"{program.name}: stage {fragment.stage} has two {fragment.kind} fragments; each must be "
                     "one connected part"
                 )
             tasks[key] = [operation]

@@ -96,7 +96,7 @@ def partition(
         UnsupportedJaxlibError: the installed jaxlib has no partitioner that we know.
     """
     partitioner = load_partitioner()
-    name = name or getattr(function, "__name__", "program")
+    name = name or str(getattr(function, "__name__", "program"))
     start = time.perf_counter()
     lowered, out_tree, flat_result_count = _lower(function, arguments, topology, tuple(donate), name)
     lowered_at = time.perf_counter()
@@ -137,9 +137,7 @@ def partition(
     return Partitioned(program, out_tree, lowered_at - start, time.perf_counter() - lowered_at)
 
 
-def _lower(
-    function: Callable, arguments: Sequence[Any], topology: Topology, donate: tuple[int, ...], name: str
-):
+def _lower(function: Callable, arguments: Sequence[Any], topology: Topology, donate: tuple[int, ...], name: str):
     """Lower with all shardings rewritten onto one representative submesh; the partitioner asks for that."""
     representative = next(iter(topology.meshes.values()))
 
@@ -171,18 +169,14 @@ def _broadcast_names(prefix: Any, tree: Any, topology: Topology, what: str) -> l
         raise PartitionError(f"the {what} meshes do not fit the {what}s: {error}") from error
     flat = jax.tree.leaves(names)
     if unknown := sorted(set(flat) - set(topology.meshes)):
-        raise PartitionError(
-            f"{what} mesh {unknown[0]!r} is not in the topology ({', '.join(topology.meshes)})"
-        )
+        raise PartitionError(f"{what} mesh {unknown[0]!r} is not in the topology ({', '.join(topology.meshes)})")
     return flat
 
 
 def _read(module: Any, topology: Topology, name: str, donated: tuple[int, ...], scheduled: bool) -> Program:
     """Read the partitioned module: a main of calls and transfers, and one function a fragment."""
     functions = {
-        op.attributes["sym_name"].value: op
-        for op in module.body.operations
-        if op.operation.name == "func.func"
+        op.attributes["sym_name"].value: op for op in module.body.operations if op.operation.name == "func.func"
     }
     mesh_declarations = [op for op in module.body.operations if op.operation.name == "sdy.mesh"]
     declaration = _rename_meshes(str(mesh_declarations[0]), topology) if mesh_declarations else ""
@@ -232,9 +226,7 @@ def _read(module: Any, topology: Topology, name: str, donated: tuple[int, ...], 
             case "func.return":
                 outputs = tuple(index[operand] for operand in op.operands)
             case other:
-                raise PartitionError(
-                    f"{name}: the partitioner left an operation that we do not know: {other}"
-                )
+                raise PartitionError(f"{name}: the partitioner left an operation that we do not know: {other}")
     return Program(
         name=name,
         meshes={mesh: tuple(axes) for mesh, axes in topology.axes().items()},
@@ -252,9 +244,7 @@ def _origin(op: Any, topology: Topology, mesh: str, scheduled: bool) -> tuple[in
     text = str(op.attributes["origin"]) if "origin" in op.attributes else ""
     named = re.findall(r'"((?:[^"\\]|\\.)*)"(?:\((\d+)\))?', text)
     origins = [
-        (topology.assignment[part][1], int(count or 0))
-        for part, count in named
-        if part in topology.assignment
+        (topology.assignment[part][1], int(count or 0)) for part, count in named if part in topology.assignment
     ]
     if origins:
         return origins[0][0], max(transposes for _, transposes in origins)

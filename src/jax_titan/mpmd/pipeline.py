@@ -153,9 +153,7 @@ class Pipeline:
             ],
             refresh=self._refresh(updated.program),
         )
-        self._accumulate_only = Executor(
-            cut.program, self._roles, schedule, functions[:split], topology.meshes
-        )
+        self._accumulate_only = Executor(cut.program, self._roles, schedule, functions[:split], topology.meshes)
         self._out_tree = updated.out_tree
         self._copies_tree = jax.tree.structure(copies.tree)
         self._accumulator_tree = jax.tree.structure(accumulator.tree)
@@ -196,8 +194,7 @@ class Pipeline:
         """Fresh replicas of parameters, each leaf copied to the stage that reads it."""
         leaves = jax.tree.leaves(parameters)
         copies = [
-            jax.device_put(leaves[position], sharding)
-            for position, sharding in self._refresh(self.update_program)
+            jax.device_put(leaves[position], sharding) for position, sharding in self._refresh(self.update_program)
         ]
         return jax.tree.unflatten(self._copies_tree, copies)
 
@@ -237,9 +234,7 @@ class Pipeline:
             metrics,
         )
 
-    def accumulate(
-        self, parameters: Any, replicas: Any, accumulator: Any, microbatches: Sequence[Any]
-    ) -> Any:
+    def accumulate(self, parameters: Any, replicas: Any, accumulator: Any, microbatches: Sequence[Any]) -> Any:
         """Only the accumulation, without the update: uses up the accumulator given in, returns the new one."""
         executor = self._accumulate_only
         results = executor.run(

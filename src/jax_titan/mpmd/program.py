@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 # A dimension of a value is split over no mesh axis, one axis or several.
-Spec = tuple[None | str | tuple[str, ...], ...]
+Spec = tuple[str | tuple[str, ...] | None, ...]
 Kind = Literal["F", "B", "W"]
 _BYTES = {"bfloat16": 2, "bool": 1, "int4": 1, "uint4": 1}
 

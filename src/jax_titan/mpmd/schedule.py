@@ -82,8 +82,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     Source: arXiv 1811.06965, figure 2.
     """
     order = tuple(
-        tuple(Task("F", s, m) for m in range(microbatches))
-        + tuple(Task("B", s, m) for m in range(microbatches))
+        tuple(Task("F", s, m) for m in range(microbatches)) + tuple(Task("B", s, m) for m in range(microbatches))
         for s in range(stages)
     )
     return Schedule("gpipe", stages, microbatches, order, (microbatches,) * stages)
@@ -125,9 +124,7 @@ def build(name: str, stages: int, microbatches: int) -> Schedule:
     if name not in SCHEDULES:
         raise ScheduleError(f"schedule {name!r} is unknown; known: {', '.join(SCHEDULES)}")
     if stages < 1 or microbatches < 1:
-        raise ScheduleError(
-            f"{name}: {stages} stages and {microbatches} microbatches; both must be at least 1"
-        )
+        raise ScheduleError(f"{name}: {stages} stages and {microbatches} microbatches; both must be at least 1")
     schedule = SCHEDULES[name](stages, microbatches)
     validate(schedule)
     return schedule
@@ -158,9 +155,7 @@ def validate(schedule: Schedule) -> Timeline:
     for device, tasks in enumerate(schedule.order):
         for task in tasks:
             if not (0 <= task.stage < stages and 0 <= task.microbatch < microbatches):
-                raise ScheduleError(
-                    f"{name}: {task} lies outside {stages} stages x {microbatches} microbatches"
-                )
+                raise ScheduleError(f"{name}: {task} lies outside {stages} stages x {microbatches} microbatches")
             if task in seen:
                 raise ScheduleError(f"{name}: {task} is scheduled twice")
             seen[task] = device
@@ -176,9 +171,7 @@ def validate(schedule: Schedule) -> Timeline:
     timeline = simulate(schedule)
     for stage, (peak, promise) in enumerate(zip(timeline.peak_activations, schedule.promise, strict=True)):
         if peak > promise:
-            raise ScheduleError(
-                f"{name}: stage {stage} keeps {peak} activations alive; it promises {promise}"
-            )
+            raise ScheduleError(f"{name}: stage {stage} keeps {peak} activations alive; it promises {promise}")
     return timeline
 
 

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+type Device = jax.Device  # pyright: ignore[reportInvalidTypeForm]: a class at run time, a variable to the checker
+
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
@@ -38,7 +40,7 @@ class Topology:
         return 1 + max(index for _, index in self.assignment.values())
 
     @classmethod
-    def one_device_a_stage(cls, devices: Sequence[jax.Device]) -> Topology:
+    def one_device_a_stage(cls, devices: Sequence[Device]) -> Topology:
         """Stage s, named `stage{s}`, on the submesh `mesh{s}` of one device."""
         meshes = {f"mesh{s}": Mesh(np.array([device]), ("data",)) for s, device in enumerate(devices)}
         return cls(meshes, {f"stage{s}": (f"mesh{s}", s) for s in range(len(meshes))})

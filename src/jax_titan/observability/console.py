@@ -90,9 +90,7 @@ class Console:
     def _show_start(self, event: dict[str, Any]) -> None:
         self._total_steps = event.get("total_steps") or self._total_steps
         self._start_attempt(event)
-        stages, microbatches, devices = (
-            event.get(name) or 1 for name in ("stages", "microbatches", "devices")
-        )
+        stages, microbatches, devices = (event.get(name) or 1 for name in ("stages", "microbatches", "devices"))
         parts = [
             _with("parameters", count_text, event.get("parameters")),
             event.get("layout"),
@@ -158,9 +156,7 @@ class Console:
     def _warn_if_not_finite(self, event: dict[str, Any]) -> None:
         values = {name: _number(event.get(name)) for name in ("loss", "grad_norm")}
         bad = [
-            f"{name.replace('_', ' ')} is {value}"
-            for name, value in values.items()
-            if not math.isfinite(value)
+            f"{name.replace('_', ' ')} is {value}" for name, value in values.items() if not math.isfinite(value)
         ]
         if bad and not self._warned:
             self._warned = True

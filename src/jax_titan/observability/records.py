@@ -225,9 +225,7 @@ class Recorder:
     ):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: int | None = os.open(
-            self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644
-        )
+        self._file: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
             past = read_events(self.path)
             run_ids = [event["run_id"] for event in past if isinstance(event.get("run_id"), str)]
@@ -311,9 +309,7 @@ class Recorder:
     def _count_failure(self, error: OSError) -> None:
         self.write_failures += 1
         if self.write_failures == 1:
-            _warn(
-                f"{self.path}: {error.strerror or error}; training continues, later failures are only counted"
-            )
+            _warn(f"{self.path}: {error.strerror or error}; training continues, later failures are only counted")
 
     def _tell(self, listener: Listener, record: dict[str, Any]) -> None:
         try:

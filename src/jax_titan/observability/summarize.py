@@ -43,9 +43,7 @@ def summarize(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{run_dir}: no such run directory")
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{run_dir}: holds no {EVENTS_FILE}; not a run directory, or nothing was recorded"
-        )
+        raise FileNotFoundError(f"{run_dir}: holds no {EVENTS_FILE}; not a run directory, or nothing was recorded")
     events = read_events(path)
     attempts = _attempts(events)
     work = _surviving(events)
@@ -199,9 +197,7 @@ def _time_to_first_step_seconds(attempts: list[list[Event]]) -> float | None:
 def _compile_seconds(attempts: list[list[Event]]) -> float | None:
     """All compilation of the latest attempt that measured any."""
     for attempt in reversed(attempts):
-        seconds = [
-            event["seconds"] for event in attempt if event["event"] == "compile" and event.get("seconds")
-        ]
+        seconds = [event["seconds"] for event in attempt if event["event"] == "compile" and event.get("seconds")]
         if seconds:
             return sum(seconds)
     return None
@@ -229,11 +225,7 @@ def _status(attempts: list[list[Event]], checkpoint_step: int | None) -> str:
         return "complete"
     if end.get("exit_code") not in (0, 75):  # 75: stopped early on purpose, resumable
         return "died"
-    return (
-        "stopped, no checkpoint"
-        if checkpoint_step is None
-        else f"stopped, resumable at step {checkpoint_step}"
-    )
+    return "stopped, no checkpoint" if checkpoint_step is None else f"stopped, resumable at step {checkpoint_step}"
 
 
 def _may_be_alive(last_event: Event) -> bool:

@@ -86,9 +86,7 @@ def rope(x_BTNH: jax.Array, positions_BT: jax.Array, theta: float) -> jax.Array:
     angles_BT1F = positions_BT[:, :, None, None].astype(wide) * jnp.asarray(frequencies, wide)
     cos, sin = jnp.cos(angles_BT1F), jnp.sin(angles_BT1F)
     first, second = jnp.split(x_BTNH.astype(wide), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(
-        x_BTNH.dtype
-    )
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x_BTNH.dtype)
 
 
 def glu(gate: jax.Array, up: jax.Array, activation: str = "silu") -> jax.Array:

@@ -130,9 +130,7 @@ class Step:
 
             own = {unit.name: params[unit.name] for unit in units}
             shared = {
-                unit.name: {
-                    other: replicas.get(f"{unit.name}/{other}", params[other]) for other in unit.shares
-                }
+                unit.name: {other: replicas.get(f"{unit.name}/{other}", params[other]) for other in unit.shares}
                 for unit in units
             }
             carry = stage(self.stage_name(index))(run)(own, shared, carry, batches[index])
@@ -141,16 +139,10 @@ class Step:
 
     def accumulate(self, accumulator: Any, params: ByUnit, replicas: ByUnit, batches: Sequence[Any]) -> Any:
         """Add one microbatch's loss and gradients to the accumulator."""
-        loss, (gradients, of_replicas) = jax.value_and_grad(self.loss, argnums=(0, 1))(
-            params, replicas, batches
-        )
-        return jax.tree.map(
-            jnp.add, accumulator, {"loss": loss, "gradients": gradients, "replicas": of_replicas}
-        )
+        loss, (gradients, of_replicas) = jax.value_and_grad(self.loss, argnums=(0, 1))(params, replicas, batches)
+        return jax.tree.map(jnp.add, accumulator, {"loss": loss, "gradients": gradients, "replicas": of_replicas})
 
-    def evaluate(
-        self, loss_sum: jax.Array, params: ByUnit, replicas: ByUnit, batches: Sequence[Any]
-    ) -> jax.Array:
+    def evaluate(self, loss_sum: jax.Array, params: ByUnit, replicas: ByUnit, batches: Sequence[Any]) -> jax.Array:
         """Add one microbatch's loss."""
         return loss_sum + self.loss(params, replicas, batches)
 

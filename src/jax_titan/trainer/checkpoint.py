@@ -33,9 +33,9 @@ class Checkpoints:
         context.array.saving.use_compression = False
         self.directory = directory
         self._checkpointer = ocp.training.Checkpointer(
-            directory.absolute(),
+            str(directory.absolute()),
             context=context,
-            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+            preservation_policy=ocp.training.preservation_policies.LatestN(keep),  # pyright: ignore
             cleanup_tmp_directories=True,
         )
 
@@ -59,7 +59,8 @@ class Checkpoints:
 
     def facts(self, step: int) -> dict[str, Any]:
         """What `save` was told beside the state."""
-        return dict(self._checkpointer.checkpointables_metadata(step).custom_metadata or {})
+        kept: Any = self._checkpointer.checkpointables_metadata(step).custom_metadata
+        return dict(kept or {})
 
     def restore(self, step: int, abstract: dict[str, Any]) -> tuple[Any, Any]:
         """Read the state after `step` straight to where it belongs.

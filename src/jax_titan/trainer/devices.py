@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from jax_titan.config import Config, ConfigError
 
 if TYPE_CHECKING:
-    import jax
+    from jax_titan.mpmd.topology import Device
 
 
-def choose_devices(config: Config) -> list[jax.Device]:
+def choose_devices(config: Config) -> list[Device]:
     """Set JAX up for a run and return the devices that its layout occupies.
 
     Raises:
@@ -35,9 +35,7 @@ def choose_devices(config: Config) -> list[jax.Device]:
         devices = jax.devices()
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(
-            [f"platform.name: {config.platform.name!r} is not available here ({reason})"]
-        ) from error
+        raise ConfigError([f"platform.name: {config.platform.name!r} is not available here ({reason})"]) from error
     needed = config.devices_needed
     if len(devices) < needed:
         field = "pipeline.stages" if config.parallel.layout == "mpmd" else "parallel.data"

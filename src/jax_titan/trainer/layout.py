@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from jax_titan.models.unit import Model, Unit, unit_key
 from jax_titan.mpmd import schedule as schedules
 from jax_titan.mpmd.pipeline import Evaluation, Pipeline, Placed, Replica
-from jax_titan.mpmd.topology import Topology
+from jax_titan.mpmd.topology import Device, Topology
 from jax_titan.trainer.adapters import Step
 from jax_titan.trainer.optimizer import Optimizer
 
@@ -61,7 +61,7 @@ class CompileReport:
 class Layout(Protocol):
     """Turns a chain of units into a train step."""
 
-    devices: Sequence[jax.Device]
+    devices: list[Device]
 
     def init(self, seed: int) -> TrainState:
         """A fresh state, every unit born where it lives."""
@@ -115,7 +115,7 @@ class SpmdLayout:
         self,
         model: Model,
         optimizer: Optimizer,
-        devices: Sequence[jax.Device],
+        devices: Sequence[Device],
         microbatches: int,
         batch_shape: tuple[int, int],
     ):
@@ -235,7 +235,7 @@ class MpmdLayout:
         self,
         model: Model,
         optimizer: Optimizer,
-        devices: Sequence[jax.Device],
+        devices: Sequence[Device],
         schedule: str,
         microbatches: int,
         batch_shape: tuple[int, int],
@@ -274,9 +274,7 @@ class MpmdLayout:
                 {
                     "loss": last,
                     "gradients": by_unit,
-                    "replicas": {
-                        f"{a}/{b}": self._mesh_names[s] for (a, b), s in self._step.replicas().items()
-                    },
+                    "replicas": {f"{a}/{b}": self._mesh_names[s] for (a, b), s in self._step.replicas().items()},
                 },
             ),
             parameters=Placed(shapes["params"], by_unit),
@@ -332,9 +330,7 @@ class MpmdLayout:
         for name, more in sums["replicas"].items():
             owner = name.rsplit("/", 1)[1]
             home = SingleDeviceSharding(self._device_of(owner))
-            sums["gradients"][owner] = jax.tree.map(
-                jnp.add, sums["gradients"][owner], jax.device_put(more, home)
-            )
+            sums["gradients"][owner] = jax.tree.map(jnp.add, sums["gradients"][owner], jax.device_put(more, home))
         return sums["loss"] / weight, jax.tree.map(lambda x: x / weight.astype(x.dtype), sums["gradients"])
 
     def eval_step(self, state: TrainState, batch: HostBatch) -> jax.Array:
@@ -369,14 +365,12 @@ class MpmdLayout:
         return lines
 
     def _homes(self) -> dict[str, jax.sharding.Sharding]:
-        return {
-            unit.name: SingleDeviceSharding(self._device_of(unit.name)) for unit in self._step.model.units
-        }
+        return {unit.name: SingleDeviceSharding(self._device_of(unit.name)) for unit in self._step.model.units}
 
     def _by_unit(self) -> dict[str, str]:
         return {name: self._mesh_names[s] for name, s in self._step.stage_of.items()}
 
-    def _device_of(self, unit: str) -> jax.Device:
+    def _device_of(self, unit: str) -> Device:
         return self.devices[self._step.stage_of[unit]]
 
     def _microbatch_shapes(self) -> Placed:
@@ -399,9 +393,7 @@ class MpmdLayout:
             "replicas": {f"{a}/{b}": self.devices[s] for (a, b), s in self._step.replicas().items()},
         }
         return jax.tree.map(
-            lambda home, some: jax.tree.map(
-                lambda shape: jnp.zeros(shape.shape, shape.dtype, device=home), some
-            ),
+            lambda home, some: jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype, device=home), some),
             homes,
             shapes,
             is_leaf=lambda x: isinstance(x, jax.Device),

@@ -22,7 +22,7 @@ import xxhash
 from jax_titan.config import Config, ConfigError, fixed_differences, from_toml, to_toml
 from jax_titan.data.corpus import CorpusSpec
 from jax_titan.data.progress import rich_progress
-from jax_titan.data.store import TokenStore, prepare
+from jax_titan.data.store import SPLITS, TokenStore, prepare
 from jax_titan.data.text import Prefetch, TextDataset
 from jax_titan.observability import records
 from jax_titan.observability.console import Console
@@ -83,8 +83,7 @@ def train(config: Config, command: list[str] | None = None) -> int:
         reason, exit_code = "crash", 1
         try:
             with _deferred_signals() as stop:
-                run.compile_and_restore()
-                reason = run.train(stop)
+                reason = run.train(run.compile_and_restore(), stop)
                 exit_code = RESUMABLE if reason in ("sigint", "sigterm") else COMPLETE
         finally:
             error = sys.exception()
@@ -124,11 +123,10 @@ class _Run:
     started: float
     done: int
     saved: int
-    state: TrainState | None = None
     clock: float = 0.0
 
-    def compile_and_restore(self) -> None:
-        """Make the layout ready, and the state: fresh, or that of the last checkpoint."""
+    def compile_and_restore(self) -> TrainState:
+        """Make the layout ready. Returns a fresh state, or that of the last checkpoint."""
         report = self.layout.compile()
         self.recorder.emit(
             records.Compile(
@@ -144,14 +142,12 @@ class _Run:
             self.console.note(line)
         if self.start_step:
             saved = self.checkpoints.restore(self.start_step, self.layout.state_shardings())
-            self.state = self.layout.adopt(*saved)
-        else:
-            self.state = self.layout.init(self.config.run.seed)
+            return self.layout.adopt(*saved)
+        return self.layout.init(self.config.run.seed)
 
-    def train(self, stop: Callable[[], str | None]) -> str:
+    def train(self, state: TrainState, stop: Callable[[], str | None]) -> str:
         """Run the steps that are left. Returns why it ended: ok, stop_after, or the signal."""
         config = self.config
-        assert self.state is not None
         self.clock = time.monotonic()
         pending: _Pending | None = None
         for step in range(self.start_step + 1, self.end_step + 1):
@@ -160,7 +156,7 @@ class _Run:
             asked = time.monotonic()
             batch = self.training.batch(step - 1)
             waited = time.monotonic() - asked
-            self.state, metrics = self.layout.step(self.state, batch)
+            state, metrics = self.layout.step(state, batch)
             # The metrics of a step are fetched while the next one runs: the devices never wait for the host.
             self._record(pending)
             pending = _Pending(step, metrics, int((batch["weights"] > 0).sum()), waited)
@@ -170,9 +166,9 @@ class _Run:
                 self._record(pending)
                 pending = None
                 if evaluate:
-                    self._evaluate(step)
+                    self._evaluate(state, step)
                 if save or stop() or step == self.end_step:
-                    self._save(step)
+                    self._save(state, step)
                 self.clock = time.monotonic()
         return "ok" if self.end_step == config.train.steps else "stop_after"
 
@@ -198,12 +194,12 @@ class _Run:
         self.clock = now
         self.done = pending.step
 
-    def _evaluate(self, step: int) -> None:
+    def _evaluate(self, state: TrainState, step: int) -> None:
         if self.validation is None:
             return
         start = time.monotonic()
         batches = list(self.validation.eval_batches(self.config.eval.batches))
-        sums = [self.layout.eval_step(self.state, batch) for batch in batches]
+        sums = [self.layout.eval_step(state, batch) for batch in batches]
         nats = sum(float(loss) for loss in sums)
         tokens = sum(int((batch["weights"] > 0).sum()) for batch in batches)
         covered = sum(self.validation.target_bytes(batch) for batch in batches)
@@ -220,18 +216,16 @@ class _Run:
             )
         )
 
-    def _save(self, step: int) -> None:
+    def _save(self, state: TrainState, step: int) -> None:
         if self.saved == step:
             return
         from jax_titan.trainer.checkpoint import size_bytes
 
         start = time.monotonic()
-        path = self.checkpoints.save(step, self.state.params, self.state.optimizer, self.facts)
+        path = self.checkpoints.save(step, state.params, state.optimizer, self.facts)
         self.saved = step
         self.recorder.emit(
-            records.Checkpoint(
-                step=step, seconds=time.monotonic() - start, bytes=size_bytes(path), path=str(path)
-            )
+            records.Checkpoint(step=step, seconds=time.monotonic() - start, bytes=size_bytes(path), path=str(path))
         )
 
 
@@ -266,9 +260,7 @@ def _check_run_dir(config: Config) -> None:
                 ]
             )
     elif directory.exists() and any(directory.iterdir()):
-        raise ConfigError(
-            [f"run.dir: {config.run.dir} exists and holds no run; use an empty or a new directory"]
-        )
+        raise ConfigError([f"run.dir: {config.run.dir} exists and holds no run; use an empty or a new directory"])
 
 
 def _prepare(config: Config) -> TokenStore:
@@ -334,9 +326,7 @@ def _build(config: Config, store: TokenStore, devices: list[Any]) -> tuple[Layou
     return layout, model.parameter_count(), rates
 
 
-def _open_run(
-    config: Config, store: TokenStore, layout: Layout, learning_rates: Any, stack: ExitStack
-) -> _Run:
+def _open_run(config: Config, store: TokenStore, layout: Layout, learning_rates: Any, stack: ExitStack) -> _Run:
     """Make or reopen the run directory, and the state at the last checkpoint in it."""
     from jax_titan.trainer.checkpoint import Checkpoints
 
@@ -360,13 +350,17 @@ def _open_run(
     console = stack.enter_context(Console(config.train.steps))
     recorder = stack.enter_context(records.Recorder(directory / "events.jsonl", listeners=[console.show]))
     t = config.train
-    make = lambda split: TextDataset(store, split, t.sequence_length, t.batch, config.run.seed)
-    training = stack.enter_context(Prefetch(make("train")))
+    datasets = {
+        split: TextDataset(store, split, t.sequence_length, t.batch, config.run.seed)
+        for split in SPLITS
+        if store.documents(split)
+    }
+    training = stack.enter_context(Prefetch(datasets["train"]))
     return _Run(
         config=config,
         layout=layout,
         training=training,
-        validation=make("validation") if store.documents("validation") else None,
+        validation=datasets.get("validation"),
         checkpoints=checkpoints,
         recorder=recorder,
         console=console,

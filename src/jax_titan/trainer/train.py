@@ -99,7 +99,8 @@ def train(config: Config, command: list[str] | None = None) -> int:
                 )
             )
     if exit_code == RESUMABLE:
-        print(f"stopped after step {run.done}, saved; run the same command again to resume")
+        where = f"after step {run.done}, saved" if run.done > run.start_step else "before a step was done"
+        print(f"stopped {where}; run the same command again to go on")
     print(format_summary(summarize(config.run_dir)))
     print(f"run directory: {config.run.dir}")
     return exit_code
@@ -122,7 +123,6 @@ class _Run:
     end_step: int
     started: float
     done: int
-    saved: int
     clock: float = 0.0
 
     def compile_and_restore(self) -> TrainState:
@@ -148,11 +148,11 @@ class _Run:
     def train(self, state: TrainState, stop: Callable[[], str | None]) -> str:
         """Run the steps that are left. Returns why it ended: ok, stop_after, or the signal."""
         config = self.config
+        if signal_name := stop():
+            return signal_name
         self.clock = time.monotonic()
         pending: _Pending | None = None
         for step in range(self.start_step + 1, self.end_step + 1):
-            if signal_name := stop():
-                return signal_name
             asked = time.monotonic()
             batch = self.training.batch(step - 1)
             waited = time.monotonic() - asked
@@ -160,16 +160,20 @@ class _Run:
             # The metrics of a step are fetched while the next one runs: the devices never wait for the host.
             self._record(pending)
             pending = _Pending(step, metrics, int((batch["weights"] > 0).sum()), waited)
+            # Asked once a step: a signal that comes later is the next step's affair.
+            signal_name = stop()
             evaluate = _due(step, config.eval.every) or step == config.train.steps
-            save = _due(step, config.checkpoint.every)
-            if evaluate or save or stop() or step == self.end_step:
+            save = _due(step, config.checkpoint.every) or bool(signal_name) or step == self.end_step
+            if evaluate or save:
                 self._record(pending)
                 pending = None
+                if save:
+                    self._save(state, step)
                 if evaluate:
                     self._evaluate(state, step)
-                if save or stop() or step == self.end_step:
-                    self._save(state, step)
                 self.clock = time.monotonic()
+            if signal_name and step < self.end_step:
+                return signal_name
         return "ok" if self.end_step == config.train.steps else "stop_after"
 
     def _record(self, pending: _Pending | None) -> None:
@@ -217,13 +221,10 @@ class _Run:
         )
 
     def _save(self, state: TrainState, step: int) -> None:
-        if self.saved == step:
-            return
         from jax_titan.trainer.checkpoint import size_bytes
 
         start = time.monotonic()
         path = self.checkpoints.save(step, state.params, state.optimizer, self.facts)
-        self.saved = step
         self.recorder.emit(
             records.Checkpoint(step=step, seconds=time.monotonic() - start, bytes=size_bytes(path), path=str(path))
         )
@@ -259,7 +260,7 @@ def _check_run_dir(config: Config) -> None:
                     "leave these fields as they are in the run",
                 ]
             )
-    elif directory.exists() and any(directory.iterdir()):
+    elif directory.exists() and any(not path.name.startswith(".config.toml.") for path in directory.iterdir()):
         raise ConfigError([f"run.dir: {config.run.dir} exists and holds no run; use an empty or a new directory"])
 
 
@@ -333,6 +334,8 @@ def _open_run(config: Config, store: TokenStore, layout: Layout, learning_rates:
     started = time.monotonic()
     directory = config.run_dir
     directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / "config.toml").exists():  # first of all: it is what makes the directory a run
+        _write_atomically(directory / "config.toml", to_toml(config))
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
     stack.callback(checkpoints.close)
     facts = {"data_digest": store.digest}
@@ -370,7 +373,6 @@ def _open_run(config: Config, store: TokenStore, layout: Layout, learning_rates:
         end_step=min(t.stop_after or t.steps, t.steps),
         started=started,
         done=step or 0,
-        saved=step or 0,
     )
 
 

@@ -540,7 +540,10 @@ def _read_flags(draft: _Draft, arguments: Sequence[str]) -> None:
 
 
 def _split_flags(draft: _Draft, arguments: Sequence[str]) -> dict[str, str]:
-    """Texts by field. A value may begin with a dash; one that begins with two must be joined by `=`."""
+    """Texts by field; of a flag given twice the last counts, so that scripts can put their own behind a base.
+
+    A value may begin with a dash; one that begins with two must be joined by `=`.
+    """
     flags: dict[str, str] = {}
     waiting = list(reversed(arguments))
     while waiting:
@@ -557,8 +560,8 @@ def _split_flags(draft: _Draft, arguments: Sequence[str]) -> dict[str, str]:
             draft.problems.append(_unknown_field(name))
         elif not has_value:
             draft.refuse(name, f"{name}: the value is missing; write --{name} {FIELDS[name].default or 'VALUE'}")
-        elif flags.setdefault(name, text) != text:
-            draft.refuse(name, f"{name}: given twice, as {show(flags[name])} and {show(text)}; keep one")
+        else:
+            flags[name] = text
     return flags
 
 
@@ -747,20 +750,6 @@ def _run_dir_can_be_made(c: Config) -> str | None:
     return None
 
 
-def _warmup_ends(c: Config) -> str | None:
-    warmup, steps = c.optimizer.warmup_steps, c.train.steps
-    if warmup > steps:
-        return f"optimizer.warmup_steps: {warmup} is more than the {steps} train.steps; use at most {steps}"
-    return None
-
-
-def _stop_is_within_run(c: Config) -> str | None:
-    stop, steps = c.train.stop_after, c.train.steps
-    if stop > steps:
-        return f"train.stop_after: {stop} is more than the {steps} train.steps; use at most {steps}, or 0"
-    return None
-
-
 def _microbatches_are_equal(c: Config) -> str | None:
     batch, parts = c.train.batch, c.train.microbatches
     if batch % parts:
@@ -814,8 +803,6 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     _corpus_is_there,
     _text_field_has_a_name,
     _run_dir_can_be_made,
-    _warmup_ends,
-    _stop_is_within_run,
     _microbatches_are_equal,
     _replicas_are_equal,
     _data_parallel_is_spmd,

@@ -53,8 +53,10 @@ def check(dtype, stages, schedule, microbatches, tied, steps):
     np.testing.assert_allclose(norms, expected_norms, rtol=of_norm)
 
 
-@pytest.mark.parametrize("dtype", CRITERIA)
-@pytest.mark.parametrize(("stages", "schedule", "microbatches", "tied"), SAMPLE)
+@pytest.mark.parametrize(
+    ("dtype", "stages", "schedule", "microbatches", "tied"),
+    [*(("float64", *layout) for layout in SAMPLE), *(("float32", *layout) for layout in SAMPLE[:2])],
+)
 def test_a_sample_of_layouts_gives_the_numbers_of_one_device(dtype, stages, schedule, microbatches, tied):
     check(dtype, stages, schedule, microbatches, tied, SHORT)
 

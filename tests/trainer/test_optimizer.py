@@ -42,6 +42,11 @@ def test_a_constant_rate_stays():
     np.testing.assert_allclose(rates(schedule="constant")[5:], 0.02, rtol=1e-6)
 
 
+def test_a_warm_up_longer_than_the_run_only_rises():
+    found = rates(warmup_steps=80)
+    np.testing.assert_allclose(found, 0.02 * np.arange(1, 51) / 80, rtol=1e-6)
+
+
 @pytest.mark.parametrize("warmup_steps", [0, 1, 50])
 def test_any_length_of_warm_up_gives_finite_rates_up_to_the_peak(warmup_steps):
     found = rates(warmup_steps=warmup_steps)

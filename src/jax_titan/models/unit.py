@@ -37,8 +37,19 @@ def ones(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
 
 
 def normal(std: float) -> Initializer:
-    """The initializer that draws from a normal distribution of mean 0 and standard deviation `std`."""
-    return partial(_normal, std)
+    """The initializer that draws from a normal distribution of mean 0 and standard deviation `std`.
+
+    Two with the same `std` are equal, so that units of the same structure are known to start alike.
+    """
+    return _Normal(std)
+
+
+@dataclass(frozen=True)
+class _Normal:
+    std: float
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+        return _normal(self.std, key, shape, dtype)
 
 
 # Compiled as one program even when called eagerly: op by op, XLA could round otherwise than it does in the

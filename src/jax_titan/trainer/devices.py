@@ -18,7 +18,8 @@ def choose_devices(config: Config) -> list[Device]:
     """
     import jax
 
-    wanted = config.platform.devices or config.devices_needed
+    # What the user asked of JAX itself stands, unless this run's own setting says otherwise.
+    wanted = config.platform.devices or max(config.devices_needed, jax.config.read("jax_num_cpu_devices"))
     try:
         if config.platform.name:
             jax.config.update(

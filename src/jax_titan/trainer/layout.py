@@ -434,22 +434,26 @@ _COMPILE_FAST = {"xla_backend_optimization_level": 0}
 def _first_state(step: Step, seed: int, homes: Mapping[str, jax.sharding.Sharding]) -> tuple[dict, dict]:
     """First parameters and optimizer state by unit, computed on the devices that will hold them."""
 
-    def lowered(unit: Unit) -> tuple[jax.stages.Lowered, jax.Array]:
+    def lowered(unit: Unit) -> jax.stages.Lowered:
         def first(key):
             params = unit.init(key)
             return params, step.optimizer.transformation.init(params)
 
         home = homes[unit.name]
-        key = jax.device_put(unit_key(jax.random.key(seed), unit.name), home)
-        return jax.jit(first, out_shardings=home).lower(key), key
+        return jax.jit(first, out_shardings=home).lower(jax.device_put(jax.random.key(seed), home))
 
-    # Traced here, since settings such as x64 belong to this thread; compiled two at a time.
-    programs = [lowered(unit) for unit in step.model.units]
+    # One program for all units of the same structure and home. Traced here, since settings such as x64 belong to
+    # this thread; compiled two at a time.
+    alike = {unit.name: (*sorted(unit.parameters.items()), homes[unit.name]) for unit in step.model.units}
+    units = {alike[unit.name]: unit for unit in step.model.units}
+    programs = {structure: lowered(unit) for structure, unit in units.items()}
     with ThreadPoolExecutor(max_workers=2) as pool:
-        compiled = list(pool.map(lambda program: program[0].compile(_COMPILE_FAST), programs))
+        ready = pool.map(lambda program: program.compile(_COMPILE_FAST), programs.values())
+        compiled = dict(zip(programs, ready, strict=True))
     params, optimizer = {}, {}
-    for unit, function, (_, key) in zip(step.model.units, compiled, programs, strict=True):
-        params[unit.name], optimizer[unit.name] = function(key)
+    for unit in step.model.units:
+        key = jax.device_put(unit_key(jax.random.key(seed), unit.name), homes[unit.name])
+        params[unit.name], optimizer[unit.name] = compiled[alike[unit.name]](key)
     return params, optimizer
 
 

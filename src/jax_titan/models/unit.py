@@ -85,7 +85,7 @@ class Parameter:
         Raises:
             ValueError: the dtype is float64 while JAX would silently make it float32.
         """
-        if self.dtype == "float64" and not jax.config.read("jax_enable_x64"):
+        if self.dtype == "float64" and not jax.config.jax_enable_x64:
             raise ValueError("float64 parameters need x64: jax.config.update('jax_enable_x64', True)")
         return self.initializer(key, self.shape, self.dtype)
 

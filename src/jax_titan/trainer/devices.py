@@ -19,12 +19,10 @@ def choose_devices(config: Config) -> list[Device]:
     import jax
 
     # What the user asked of JAX itself stands, unless this run's own setting says otherwise.
-    wanted = config.platform.devices or max(config.devices_needed, jax.config.read("jax_num_cpu_devices"))
+    wanted = config.platform.devices or max(config.devices_needed, jax.config.jax_num_cpu_devices)
     try:
         if config.platform.name:
-            jax.config.update(
-                "jax_platforms", {"gpu": "cuda,rocm"}.get(config.platform.name, config.platform.name)
-            )
+            jax.config.update("jax_platforms", config.platform.name)
         if config.platform.name in ("", "cpu"):
             # Concerns the CPU alone; ignored when another platform is picked.
             jax.config.update("jax_num_cpu_devices", wanted)

@@ -1,5 +1,7 @@
 """What the tests of layouts share: the demo's model, batches with hard masks, and a run of a few steps."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -11,7 +13,7 @@ from jax_titan.trainer.optimizer import adamw
 BATCH = 24
 
 
-def demo_model(tied: bool, dtype: str, **changes):
+def demo_model(tied: bool, dtype: Any, **changes):
     """The model of the preset llama3-debug, with a fixed vocabulary."""
     config = load("llama3-debug", [])
     m = config.model
@@ -44,7 +46,7 @@ def demo_optimizer(steps: int = 20):
     )
 
 
-def batch(seed: int, vocab_size: int, length: int, sequences: int = BATCH) -> dict[str, np.ndarray]:
+def batch(seed: int, vocab_size: int, length: int, sequences: int = BATCH) -> dict[str, Any]:
     """Random tokens in packed documents, with padding, and weights that differ wildly between rows."""
     generator = np.random.default_rng(seed)
     tokens = generator.integers(0, vocab_size, (sequences, length))
@@ -69,7 +71,7 @@ def batch(seed: int, vocab_size: int, length: int, sequences: int = BATCH) -> di
     }
 
 
-def make_layout(model, optimizer, stages: int, schedule: str, microbatches: int, shape):
+def make_layout(model, optimizer, stages: int, schedule: str, microbatches: int, shape) -> Any:
     """`stages` 0 is SPMD on one device."""
     if stages == 0:
         return SpmdLayout(model, optimizer, jax.devices()[:1], microbatches, shape)

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,15 @@ ADAMW = adamw(
 
 
 def small(**changes):
-    sizes = {"layers": 4, "dim": 16, "heads": 2, "kv_heads": 1, "head_dim": 8, "ffn_dim": 32, "vocab_size": 40}
+    sizes: dict[str, Any] = {
+        "layers": 4,
+        "dim": 16,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "ffn_dim": 32,
+        "vocab_size": 40,
+    }
     return llama(LlamaConfig(**(sizes | {"dtype": "float32", "sequence_length": 16} | changes)))
 
 

@@ -1,5 +1,7 @@
 """AdamW, its schedule and its clipping are the published formulas."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from jax_titan.trainer.optimizer import adamw, sum_of_squares
 
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "learning_rate": 0.02,
     "schedule": "cosine",
     "steps": 50,
@@ -23,7 +25,7 @@ SETTINGS = {
 
 def rates(**changes):
     settings = SETTINGS | changes
-    rate = adamw(**settings).learning_rate
+    rate: Any = adamw(**settings).learning_rate
     return np.array([float(rate(step)) for step in range(settings["steps"])])
 
 

@@ -55,7 +55,7 @@ def check(dtype, stages, schedule, microbatches, tied, steps):
 
 @pytest.mark.parametrize(
     ("dtype", "stages", "schedule", "microbatches", "tied"),
-    [*(("float64", *layout) for layout in SAMPLE), *(("float32", *layout) for layout in SAMPLE[:2])],
+    [("float64", 4, "1f1b", 8, False), ("float64", 2, "gpipe", 3, True), ("float32", 4, "1f1b", 3, True)],
 )
 def test_a_sample_of_layouts_gives_the_numbers_of_one_device(dtype, stages, schedule, microbatches, tied):
     check(dtype, stages, schedule, microbatches, tied, SHORT)

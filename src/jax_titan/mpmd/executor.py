@@ -247,11 +247,12 @@ class Executor:
             The flat results of the update and the refreshed copies, or the carried arrays without an update.
         """
         table: list[Any] = [None] * self._slots
-        table[: len(shared)] = shared
-        table[self._carried.start : self._carried.stop] = carried
-        table[self._extras.start : self._extras.stop] = extra
-        for slots, arrays in zip(self._microbatches, microbatches, strict=True):
+        given = [(self._shared, shared), (self._carried, carried), (self._extras, extra)]
+        for slots, arrays in [*given, *zip(self._microbatches, microbatches, strict=True)]:
+            if len(slots) != len(arrays):
+                raise ExecutorError(f"{self.schedule.name}: {len(arrays)} arrays given for {len(slots)} slots")
             table[slots.start : slots.stop] = arrays
+        del given
         del shared, carried, extra, microbatches
         if after_task is None:
             self._run(table, self._loop)

@@ -100,7 +100,7 @@ def test_train_help_has_every_field_its_help_and_its_default(capsys: pytest.Capt
 
 
 def test_help_after_a_preset_shows_its_values(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr("jax_titan.config.presets", lambda: {"mine": "[train]\nsteps = 12345\n"})
+    monkeypatch.setattr("jax_titan.config.sources.presets", lambda: {"mine": "[train]\nsteps = 12345\n"})
     assert main(["train", "mine", "--help"]) == 0
     assert "(default: 12345)" in capsys.readouterr().out
 

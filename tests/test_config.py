@@ -355,7 +355,7 @@ def test_checks_that_need_a_bad_field_say_nothing():
 
 def test_every_check_is_met_by_the_tables_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file.txt").write_text("text")
-    monkeypatch.setattr("jax_titan.config.CHECKS", ())
+    monkeypatch.setattr("jax_titan.config.checks.CHECKS", ())
     bad = [load(PRESET, line.split()) for line in [*CONTRADICTIONS, "--data.path missing"]]
     assert [check for check in CHECKS if not any(map(check, bad))] == []
 
@@ -518,7 +518,7 @@ def test_tyro_and_the_fields_themselves_read_the_same(monkeypatch: pytest.Monkey
         flags = [f"--{rng.choice([name, name.replace('_', '-')])}={text}" for name, text in chosen.items()]
         by_tyro = load(PRESET, flags)
         with monkeypatch.context() as patch:
-            patch.setattr("jax_titan.config._typed_by_tyro", lambda default, flags: None)
+            patch.setattr("jax_titan.config.flags._typed_by_tyro", lambda default, flags: None)
             assert load(PRESET, flags) == by_tyro
         for name, text in chosen.items():
             assert get(by_tyro, name) == FIELDS[name].from_text(text)

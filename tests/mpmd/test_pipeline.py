@@ -1,5 +1,6 @@
 """A pipelined step is the single-device step, keeps no more than its schedule promises, and wastes no transfer."""
 
+import dataclasses
 import gc
 
 import jax
@@ -280,3 +281,29 @@ def test_a_shared_argument_read_on_two_stages_is_refused_with_the_way_out():
     forwards = schedules.forward_only(2, 2)
     with pytest.raises(ExecutorError, match="pass a copy for each stage"):
         Executor(cut.program, Roles(1, 0, 2), forwards, [lambda *_: None] * 2, topology.meshes)
+
+
+def test_accumulators_that_change_places_or_coincide_are_refused():
+    """No function is cut into such a program today; were one to be, its numbers would be wrong in silence."""
+    pipeline = build(2, "1f1b", 2)
+    program, roles = pipeline.accumulate_program, Roles(5, 4, 3)
+    functions = [lambda *_: None] * 4
+    for outputs, message in (
+        ((program.inputs[1], *program.outputs[1:]), "result 0 is argument 1 unchanged"),
+        ((program.outputs[1], *program.outputs[1:]), "results 0 and 1 are one array"),
+    ):
+        changed = dataclasses.replace(program, outputs=outputs)
+        with pytest.raises(ExecutorError, match=message):
+            Executor(changed, roles, pipeline.schedule, functions, pipeline.topology.meshes)
+
+
+def test_memory_that_is_read_after_it_was_given_away_is_refused():
+    pipeline = build(2, "1f1b", 2)
+    program = pipeline.accumulate_program
+    first = program.fragments[0]
+    # The first forward overwrites the parameters that every other microbatch reads.
+    broken = dataclasses.replace(first, donated=tuple(range(len(first.inputs))))
+    changed = dataclasses.replace(program, fragments=(broken, *program.fragments[1:]))
+    functions = [lambda *_: None] * 4
+    with pytest.raises(ExecutorError, match=r"F\(stage 0, microbatch [01]\) overwrites an array that is read later"):
+        Executor(changed, Roles(5, 4, 3), pipeline.schedule, functions, pipeline.topology.meshes)

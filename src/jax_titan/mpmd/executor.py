@@ -105,6 +105,7 @@ class Executor:
             raise ExecutorError(
                 f"{accumulate.name}: returns {len(accumulate.outputs)} arrays, not the carried ones"
             )
+        _check_results(accumulate)
         self.schedule = schedule
         self.roles = roles
         self.dispatch = simulate(schedule).dispatch
@@ -307,6 +308,22 @@ class Executor:
     def transfers(self) -> int:
         """Arrays moved from one submesh to another in a step."""
         return sum(len(i.reads) for i in self.instructions if i.call is None)
+
+
+def _check_results(program: Program) -> None:
+    """Every result of an accumulation is an array of its own: it takes the place of the argument it replaces."""
+    seen: dict[int, int] = {}
+    for position, value in enumerate(program.outputs):
+        if value in seen:
+            raise ExecutorError(
+                f"{program.name}: results {seen[value]} and {position} are one array; return one of them only"
+            )
+        seen[value] = position
+        if value in program.inputs and program.inputs.index(value) != position:
+            raise ExecutorError(
+                f"{program.name}: result {position} is argument {program.inputs.index(value)} unchanged; only the "
+                "accumulator may be returned, each leaf in its own place"
+            )
 
 
 def _operations_by_task(program: Program) -> dict[tuple[str, int], list[Call | Transfer]]:

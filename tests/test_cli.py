@@ -175,6 +175,9 @@ BAD_USAGE = {
     "summarize missing --json": "missing: no such run directory",
     "train missing.toml": "missing.toml: no such file",
     "train llama3-debug --json": "json: unknown; `jax-titan train --help` lists all fields",
+    "train llama3-debug --train.batch abc": "train.batch: 'abc' is not an integer",
+    "train llama3-debug --optimizer.eps x": "optimizer.eps: 'x' is not a number",
+    "train llama3-debug --model.tied yes": "model.tied: 'yes' is not a boolean; use true or false",
     "train llama3-debug --train.steps 0": "train.steps: 0 is too small; use 1 or more",
     "prepare llama3-debug --data.vocab_size=9": (
         "data.vocab_size: 9 is too small for a BPE; use at least 258 (256 bytes, begin and end of document)"

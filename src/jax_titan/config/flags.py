@@ -1,5 +1,7 @@
 """The command line's flags, read into a draft."""
 
+import contextlib
+import io
 from collections.abc import Mapping, Sequence
 
 from jax_titan.config.draft import Draft
@@ -53,6 +55,8 @@ def _typed_by_tyro(default: Config, flags: Mapping[str, str]) -> dict[str, Value
         return None
     try:
         arguments = [f"--{name}={text}" for name, text in flags.items()]
-        return values_of(parse(Config, default, arguments, console_outputs=False))
+        # It prints some errors in spite of `console_outputs`; ours follow, all of them.
+        with contextlib.redirect_stderr(io.StringIO()):
+            return values_of(parse(Config, default, arguments, console_outputs=False))
     except SystemExit:
         return None

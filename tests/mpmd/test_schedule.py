@@ -1,6 +1,7 @@
 """Schedules keep their promises for every shape, and a broken one is named by the task that breaks it."""
 
 import dataclasses
+import random
 
 import pytest
 
@@ -114,3 +115,70 @@ def test_a_broken_memory_promise_is_named():
 def test_an_unknown_name_or_an_empty_shape_is_refused(name, stages, microbatches):
     with pytest.raises(ScheduleError):
         schedules.build(name, stages, microbatches)
+
+
+def _split(stages, microbatches):
+    """1F1B with every backward but the first stage's cut in two."""
+    whole = schedules.one_f_one_b(stages, microbatches)
+    order = [
+        [
+            half
+            for t in tasks
+            for half in ([t, Task("W", t.stage, t.microbatch)] if t.kind == "B" and t.stage else [t])
+        ]
+        for tasks in whole.order
+    ]
+    return dataclasses.replace(whole, order=tuple(map(tuple, order)))
+
+
+def test_a_split_backward_is_complete_only_with_all_its_weight_gradients():
+    good = _split(3, 4)
+    schedules.validate(good)
+    for device in (1, 2):
+        for microbatch in range(4):
+            lost = Task("W", device, microbatch)
+            with pytest.raises(ScheduleError, match=rf"W\(stage {device}, microbatch {microbatch}\) is missing"):
+                schedules.validate(_with_order(good, device, [t for t in good.order[device] if t != lost]))
+
+
+def test_forwards_alone_are_a_schedule():
+    for stages, microbatches in SHAPES:
+        schedules.validate(schedules.forward_only(stages, microbatches))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"promise": (2,)}, "1 promises for 2 stages"),
+        ({"microbatches": 0}, "both must be at least 1"),
+        ({"order": ((Task("X", 0, 0),), ())}, r"X\(stage 0, microbatch 0\) is of no known kind"),  # pyright: ignore
+    ],
+)
+def test_a_schedule_that_is_none_is_refused(change, message):
+    with pytest.raises(ScheduleError, match=message):
+        schedules.validate(dataclasses.replace(schedules.gpipe(2, 2), **change))
+
+
+def test_a_timeline_is_the_longest_path_through_the_needs():
+    """An independent reference: relax every start until nothing moves."""
+    generator = random.Random(0)
+    for _ in range(40):
+        stages, microbatches = generator.randint(1, 5), generator.randint(1, 6)
+        schedule = generator.choice([schedules.gpipe, schedules.one_f_one_b, _split])(stages, microbatches)
+        costs = {k: [generator.choice([0.5, 1.0, 2.0, 3.25]) for _ in range(stages)] for k in "FBW"}
+        latency = generator.choice([0.0, 0.25, 2.0])
+        timeline = schedules.simulate(schedule, costs, latency)
+        start = dict.fromkeys(timeline.start, 0.0)
+        moved = True
+        while moved:
+            moved = False
+            for tasks in schedule.order:
+                for before, task in zip((None, *tasks), tasks, strict=False):
+                    end = {t: start[t] + costs[t.kind][t.stage] for t in start}
+                    bounds = [end[before]] if before else [0.0]
+                    for need in schedules.needs(task, stages):
+                        bounds.append(end[need] + (latency if need.stage != task.stage else 0.0))
+                    if max(bounds) > start[task]:
+                        start[task], moved = max(bounds), True
+        assert timeline.start == pytest.approx(start)
+        assert timeline.makespan == pytest.approx(max(start[t] + costs[t.kind][t.stage] for t in start))

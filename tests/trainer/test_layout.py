@@ -156,7 +156,7 @@ def test_a_tied_table_crosses_once_a_step_and_never_a_microbatch():
         big = [t for t in of_update.transfers() if of_update.values[t.source].global_bytes == table_bytes]
         assert len(big) == 1  # the gradient; the new values follow as the pipeline's own copy
         # A boundary a direction and microbatch; the gradient and the copy; a scalar to and from the last stage.
-        assert pipeline.executor.transfers == microbatches * 4 + 2 + 4
+        assert pipeline.report.transfers_per_step == microbatches * 4 + 2 + 4
 
 
 def test_the_programs_for_64_microbatches_are_those_for_4():

@@ -38,19 +38,22 @@ fragment_p.def_abstract_eval(
 )
 
 
+def _operations(module: ir.Module) -> list[Any]:
+    return list(module.body.operations)
+
+
 def _lower(ctx, *args, text: _Text):
     target = ctx.module_context
     source = ir.Module.parse(text.fragment.text, target.context)
-    for op in list(source.body.operations):
-        # Merging knows functions only: the mesh declaration moves over by hand, once.
+    for op in _operations(source):
+        # Merging knows functions only: mesh declarations move over by hand, once.
         if op.operation.name == "sdy.mesh":
-            if "mesh" in target.symbol_table:
+            if op.attributes["sym_name"].value in target.symbol_table:
                 op.operation.erase()
             else:
                 op.operation.move_before(next(iter(target.module.body.operations)).operation)
                 target.symbol_table.insert(op.operation)
-    functions: list[Any] = list(source.body.operations)
-    main = next(op for op in functions if op.attributes["sym_name"].value == "main")
+    main = next(op for op in _operations(source) if op.attributes["sym_name"].value == "main")
     for attribute in ("arg_attrs", "res_attrs", "mesh_shape", "reserved_hbm_bytes"):
         if attribute in main.attributes:  # shardings and donation are those of the surrounding jit
             del main.attributes[attribute]

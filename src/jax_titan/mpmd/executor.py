@@ -79,7 +79,6 @@ class Executor:
         update_functions: its compiled fragments.
         update_reads: for each flat argument of `update`, where it comes from: ("carried", i), ("shared", i) or
             ("extra", i).
-        refresh: results of the update to copy to another submesh at the end, as (position, target sharding).
 
     Raises:
         ExecutorError: a task of the schedule has no fragment, or memory would be overwritten before its last use.
@@ -95,7 +94,6 @@ class Executor:
         update: Program | None = None,
         update_functions: Sequence[Callable[..., Any]] = (),
         update_reads: Sequence[tuple[str, int]] = (),
-        refresh: Sequence[tuple[int, jax.sharding.NamedSharding]] = (),
     ):
         if schedule.stages != accumulate.stages:
             raise ExecutorError(f"{schedule.name}: {schedule.stages} stages for a program of {accumulate.stages}")
@@ -131,12 +129,6 @@ class Executor:
             sources = [tables[kind][i] for kind, i in update_reads]
             more, self._results = self._expand_update(update, update_functions, sources)
             instructions += more
-            if refresh:
-                copies = tuple(self._new_slots(len(refresh)))
-                reads = tuple(self._results[i] for i, _ in refresh)
-                targets = tuple(_target(sharding) for _, sharding in refresh)
-                instructions.append(Instruction(None, None, reads, copies, targets=targets))
-                self._results += copies
         self.instructions = self._with_last_use(instructions)
         self._loop = [(i.call, i.reads, i.writes, i.targets, i.dead) for i in self.instructions]
 
@@ -148,10 +140,12 @@ class Executor:
         tasks = _operations_by_task(program)
         for task in self.dispatch:
             if (task.kind, task.stage) not in tasks:
-                raise ExecutorError(f"{self.schedule.name}: no fragment for {task}")
+                why = "; nothing in that stage has a gradient" if task.kind == "B" else ""
+                raise ExecutorError(f"{self.schedule.name}: {program.name} has no fragment for {task}{why}")
         scheduled = {(task.kind, task.stage) for task in self.dispatch}
         if left := sorted(tasks.keys() - scheduled):
             raise ExecutorError(f"{self.schedule.name}: never runs {left[0][0]} of stage {left[0][1]}")
+        _check_carried(program, tasks, self.roles.carried)
         carried_of = dict(zip(program.outputs, self._carried, strict=True))
         roles = self.roles
         fixed = dict(zip(program.inputs, [*self._carried, *self._shared], strict=False))
@@ -212,6 +206,14 @@ class Executor:
             read_later -= set(instruction.writes)
             read_later |= set(instruction.reads)
             result.append(dataclasses.replace(instruction, dead=dead))
+        given = {*self._shared, *self._carried, *self._extras, *(s for slots in self._microbatches for s in slots)}
+        for instruction in instructions:
+            if not set(instruction.reads) <= given:
+                raise ExecutorError(
+                    f"{self.schedule.name}: {instruction.task} comes before what it reads; do the stages' numbers "
+                    "follow the data?"
+                )
+            given |= set(instruction.writes)
         return result[::-1]
 
     def place(self, microbatches: Sequence[Sequence[Any]]) -> list[list[jax.Array]]:
@@ -245,15 +247,14 @@ class Executor:
             after_task: for inspection: called with the task and the slot table after each task.
 
         Returns:
-            The flat results of the update and the refreshed copies, or the carried arrays without an update.
+            The flat results of the update, or the carried arrays when there is none.
         """
         table: list[Any] = [None] * self._slots
-        given = [(self._shared, shared), (self._carried, carried), (self._extras, extra)]
-        for slots, arrays in [*given, *zip(self._microbatches, microbatches, strict=True)]:
-            if len(slots) != len(arrays):
-                raise ExecutorError(f"{self.schedule.name}: {len(arrays)} arrays given for {len(slots)} slots")
-            table[slots.start : slots.stop] = arrays
-        del given
+        self._fill(table, self._shared, shared)
+        self._fill(table, self._carried, carried)
+        self._fill(table, self._extras, extra)
+        for index, slots in enumerate(self._microbatches):
+            self._fill(table, slots, microbatches[index])
         del shared, carried, extra, microbatches
         if after_task is None:
             self._run(table, self._loop)
@@ -263,6 +264,11 @@ class Executor:
                 if instruction.ends_task and instruction.task is not None:
                     after_task(instruction.task, table)
         return [table[slot] for slot in self._results]
+
+    def _fill(self, table: list[Any], slots: range, arrays: Sequence[jax.Array]) -> None:
+        if len(slots) != len(arrays):
+            raise ExecutorError(f"{self.schedule.name}: {len(arrays)} arrays given for {len(slots)} slots")
+        table[slots.start : slots.stop] = arrays
 
     @staticmethod
     def _run(table: list[Any], loop: Sequence[tuple]) -> None:
@@ -316,14 +322,43 @@ def _check_results(program: Program) -> None:
     for position, value in enumerate(program.outputs):
         if value in seen:
             raise ExecutorError(
-                f"{program.name}: results {seen[value]} and {position} are one array; return one of them only"
+                f"{program.name}: {program.output_names[seen[value]]} and {program.output_names[position]} are "
+                "one array; return one of them only"
             )
         seen[value] = position
         if value in program.inputs and program.inputs.index(value) != position:
             raise ExecutorError(
-                f"{program.name}: result {position} is argument {program.inputs.index(value)} unchanged; only the "
-                "accumulator may be returned, each leaf in its own place"
+                f"{program.name}: {program.output_names[position]} is "
+                f"{program.input_names[program.inputs.index(value)]} unchanged; only the accumulator may be "
+                "returned, each leaf in its own place"
             )
+
+
+def _check_carried(
+    program: Program, tasks: Mapping[tuple[str, int], Sequence[Call | Transfer]], count: int
+) -> None:
+    """A leaf of the accumulator belongs to one task: between two, other microbatches would have changed it."""
+    touched: dict[int, set[tuple[str, int]]] = {}
+    for key, group in tasks.items():
+        for operation in group:
+            reads, writes = _reads_and_writes(operation)
+            for value in (*reads, *writes):
+                touched.setdefault(value, set()).add(key)
+    for position in range(count):
+        before, after = program.inputs[position], program.outputs[position]
+        users = sorted(touched.get(before, set()) | touched.get(after, set()))
+        if len(users) > 1:
+            raise ExecutorError(
+                f"{program.name}: {program.input_names[position]} is used by "
+                f"{' and '.join(f'{kind} of stage {stage}' for kind, stage in users)}, between which other "
+                "microbatches change it; use a leaf of the accumulator in one part and one direction only"
+            )
+
+
+def _reads_and_writes(operation: Call | Transfer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if isinstance(operation, Call):
+        return operation.inputs, operation.outputs
+    return (operation.source,), (operation.target,)
 
 
 def _operations_by_task(program: Program) -> dict[tuple[str, int], list[Call | Transfer]]:
@@ -344,8 +379,9 @@ def _operations_by_task(program: Program) -> dict[tuple[str, int], list[Call | T
         else:
             if operation.source not in maker:
                 raise ExecutorError(
-                    f"{program.name}: an argument on {program.values[operation.source].mesh} is read on "
-                    f"{program.values[operation.target].mesh}, every microbatch; pass a copy for each stage"
+                    f"{program.name}: {program.input_names[program.inputs.index(operation.source)]} on "
+                    f"{program.values[operation.source].mesh} is read on {program.values[operation.target].mesh} "
+                    "too, every microbatch; pass a copy for each stage"
                 )
             key = maker[operation.source]
             tasks[key].append(operation)

@@ -151,8 +151,8 @@ class Pipeline:
                 *(("carried", i) for i in range(counts["carried"])),
                 *(("extra", i) for i in range(counts["optimizer"], counts["extra"])),
             ],
-            refresh=self._refresh(updated.program),
         )
+        self._refresh = self._replica_sources(updated.program)
         self._accumulate_only = Executor(cut.program, self._roles, schedule, functions[:split], topology.meshes)
         self._out_tree = updated.out_tree
         self._copies_tree = jax.tree.structure(copies.tree)
@@ -169,7 +169,7 @@ class Pipeline:
             compile_seconds=compiled_at - start,
             fragments=len(fragments),
             transfers_per_microbatch=len(list(cut.program.transfers())),
-            transfers_per_step=self._executor.transfers,
+            transfers_per_step=self._executor.transfers + len(self._refresh),
         )
 
     def _replica_shapes(self, parameters: Placed) -> Placed:
@@ -178,8 +178,8 @@ class Pipeline:
             {name: replica.mesh for name, replica in self._replicas.items()},
         )
 
-    def _refresh(self, update: Program) -> list[tuple[int, jax.sharding.NamedSharding]]:
-        """Which results of the update are copied, and where to."""
+    def _replica_sources(self, update: Program) -> list[tuple[int, jax.sharding.NamedSharding]]:
+        """Which leaves of the parameters are copied, and where to."""
         leaves, tree = jax.tree.flatten(self._parameters.tree)
         positions = jax.tree.unflatten(tree, range(len(leaves)))
         result = []
@@ -193,9 +193,7 @@ class Pipeline:
     def replicate(self, parameters: Any) -> dict[str, Any]:
         """Fresh replicas of parameters, each leaf copied to the stage that reads it."""
         leaves = jax.tree.leaves(parameters)
-        copies = [
-            jax.device_put(leaves[position], sharding) for position, sharding in self._refresh(self.update_program)
-        ]
+        copies = [jax.device_put(leaves[position], sharding) for position, sharding in self._refresh]
         return jax.tree.unflatten(self._copies_tree, copies)
 
     def step(
@@ -224,15 +222,10 @@ class Pipeline:
             executor.place([jax.tree.leaves(microbatch) for microbatch in microbatches]),
             after_task,
         )
-        updated = self._out_tree.num_leaves
-        parameters, optimizer, accumulator, metrics = jax.tree.unflatten(self._out_tree, results[:updated])
-        return (
-            parameters,
-            jax.tree.unflatten(self._copies_tree, results[updated:]),
-            optimizer,
-            accumulator,
-            metrics,
-        )
+        parameters, optimizer, accumulator, metrics = jax.tree.unflatten(self._out_tree, results)
+        for old in jax.tree.leaves(replicas):
+            old.delete()  # before the new ones are made, whoever still holds them
+        return parameters, self.replicate(parameters), optimizer, accumulator, metrics
 
     def accumulate(self, parameters: Any, replicas: Any, accumulator: Any, microbatches: Sequence[Any]) -> Any:
         """Only the accumulation, without the update: uses up the accumulator given in, returns the new one."""

@@ -16,7 +16,7 @@ from typing import Literal
 # A dimension of a value is split over no mesh axis, one axis or several.
 Spec = tuple[str | tuple[str, ...] | None, ...]
 Kind = Literal["F", "B", "W"]
-_BYTES = {"bfloat16": 2, "bool": 1, "int4": 1, "uint4": 1}
+_BYTES = {"bfloat16": 2, "bool": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +94,7 @@ class Program:
         fragments: the distinct programs.
         operations: calls and transfers, in the order of the single-device function.
         inputs, outputs: positions in `values` of the function's flat arguments and results.
+        input_names, output_names: what the user calls them, for messages.
         donated: positions in `inputs` of the arguments that the caller gives up.
     """
 
@@ -104,6 +105,8 @@ class Program:
     operations: tuple[Call | Transfer, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
     donated: tuple[int, ...]
 
     @property
@@ -154,6 +157,8 @@ class Program:
             operations=tuple(_operation(o) for o in raw["operations"]),
             inputs=tuple(raw["inputs"]),
             outputs=tuple(raw["outputs"]),
+            input_names=tuple(raw["input_names"]),
+            output_names=tuple(raw["output_names"]),
             donated=tuple(raw["donated"]),
         )
 

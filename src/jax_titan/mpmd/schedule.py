@@ -9,6 +9,7 @@ Sources: GPipe arXiv 1811.06965; 1F1B (PipeDream-Flush) arXiv 2006.09503, arXiv 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -151,22 +152,30 @@ def validate(schedule: Schedule) -> Timeline:
         ScheduleError: naming the task that breaks it.
     """
     name, stages, microbatches = schedule.name, schedule.stages, schedule.microbatches
+    if stages < 1 or microbatches < 1:
+        raise ScheduleError(f"{name}: {stages} stages and {microbatches} microbatches; both must be at least 1")
+    if len(schedule.promise) != stages:
+        raise ScheduleError(f"{name}: {len(schedule.promise)} promises for {stages} stages")
     seen: dict[Task, int] = {}
     for device, tasks in enumerate(schedule.order):
         for task in tasks:
+            if task.kind not in ("F", "B", "W"):
+                raise ScheduleError(f"{name}: {task} is of no known kind; use F, B or W")
             if not (0 <= task.stage < stages and 0 <= task.microbatch < microbatches):
                 raise ScheduleError(f"{name}: {task} lies outside {stages} stages x {microbatches} microbatches")
             if task in seen:
                 raise ScheduleError(f"{name}: {task} is scheduled twice")
             seen[task] = device
-    kinds = {task.kind for task in seen}
+    backward = any(task.kind == "B" for task in seen)
     for stage in range(stages):
-        devices = {seen[task] for task in seen if task.stage == stage}
-        if len(devices) > 1:
+        of_stage = {task for task in seen if task.stage == stage}
+        if len(devices := {seen[task] for task in of_stage}) > 1:
             raise ScheduleError(f"{name}: stage {stage} is spread over devices {sorted(devices)}")
-        for microbatch in range(microbatches):
-            for kind in ("F", "B") if "B" in kinds else ("F",):
-                if Task(kind, stage, microbatch) not in seen:
+        split = any(task.kind == "W" for task in of_stage)
+        kinds: tuple[Kind, ...] = ("F", "B", "W") if split else (("F", "B") if backward else ("F",))
+        for kind in kinds:
+            for microbatch in range(microbatches):
+                if Task(kind, stage, microbatch) not in of_stage:
                     raise ScheduleError(f"{name}: {Task(kind, stage, microbatch)} is missing")
     timeline = simulate(schedule)
     for stage, (peak, promise) in enumerate(zip(timeline.peak_activations, schedule.promise, strict=True)):
@@ -202,24 +211,35 @@ def simulate(
     dispatch: list[Task] = []
     free = [0.0] * len(schedule.order)
     position = [0] * len(schedule.order)
-    total = sum(map(len, schedule.order))
-    while len(dispatch) < total:
-        ready: list[tuple[float, int, Task]] = []
-        for device, tasks in enumerate(schedule.order):
-            if position[device] == len(tasks):
-                continue
-            task = tasks[position[device]]
-            required = needs(task, schedule.stages)
-            if all(need in end for need in required):
-                arrivals = [end[n] + (latency if device_of[n.stage] != device else 0.0) for n in required]
-                ready.append((max([free[device], *arrivals]), device, task))
-        if not ready:
-            raise ScheduleError(f"{schedule.name}: {_stuck(schedule, position, end)}")
-        begin, device, task = min(ready)
+    ready: list[tuple[float, int]] = []  # (start, device) of the tasks that come next on their devices
+    waiting: dict[Task, list[int]] = {}  # devices by the task that their next one waits for
+
+    def look_at_next(device: int) -> None:
+        """Queue a device's next task, or note what it waits for."""
+        if position[device] == len(schedule.order[device]):
+            return
+        begin = free[device]
+        for need in needs(schedule.order[device][position[device]], schedule.stages):
+            if need not in end:
+                waiting.setdefault(need, []).append(device)
+                return
+            begin = max(begin, end[need] + (latency if device_of[need.stage] != device else 0.0))
+        heapq.heappush(ready, (begin, device))
+
+    for device in range(len(schedule.order)):
+        look_at_next(device)
+    while ready:
+        begin, device = heapq.heappop(ready)
+        task = schedule.order[device][position[device]]
         start[task], end[task] = begin, begin + cost(task)
         free[device] = end[task]
         position[device] += 1
         dispatch.append(task)
+        look_at_next(device)
+        for other in waiting.pop(task, ()):
+            look_at_next(other)
+    if len(dispatch) < sum(map(len, schedule.order)):
+        raise ScheduleError(f"{schedule.name}: {_stuck(schedule, position, end)}")
     busy = max((sum(map(cost, tasks)) for tasks in schedule.order), default=0.0)
     makespan = max(end.values(), default=0.0)
     return Timeline(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -25,7 +26,16 @@ class Topology:
     assignment: Mapping[str, tuple[str, int]]
 
     def __post_init__(self):
+        for mesh in self.meshes:
+            if not re.fullmatch(r"[A-Za-z_]\w*", mesh) or mesh in ("main", "mesh"):
+                raise ValueError(
+                    f"submesh {mesh!r}: use letters, digits and _ for a name, other than main and mesh"
+                )
+        if len(kinds := {tuple(mesh.axis_names) for mesh in self.meshes.values()}) > 1:
+            raise ValueError(f"the submeshes have different axes: {', '.join(map(str, sorted(kinds)))}")
         for part, (mesh, _) in self.assignment.items():
+            if not re.fullmatch(r'[^"\\\n]+', part):
+                raise ValueError(f"part {part!r}: quotes and backslashes are not for names")
             if mesh not in self.meshes:
                 raise ValueError(
                     f"part {part!r} is assigned to {mesh!r}; the submeshes are {', '.join(self.meshes)}"
@@ -34,6 +44,10 @@ class Topology:
     def axes(self) -> dict[str, tuple[tuple[str, int], ...]]:
         """Axis names and sizes of every submesh."""
         return {name: tuple(mesh.shape.items()) for name, mesh in self.meshes.items()}
+
+    def first_stage_on(self, mesh: str) -> int:
+        """The lowest stage number that is assigned to a submesh."""
+        return min(index for other, index in self.assignment.values() if other == mesh)
 
     @property
     def stages(self) -> int:

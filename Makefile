@@ -6,10 +6,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN ?= runs/demo
 
-# The first Python >= 3.12 that really runs (a pyenv shim may exist for a version that is not selected).
-FIND_PYTHON = for p in $(PYTHON) python3.12 python3.13 python3.14 python3 python \
-	$$(ls -d $$HOME/.pyenv/versions/3.1[2-9]*/bin/python 2>/dev/null); do \
-	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo "$$p" && break; done
+# PYTHON if it is set, else the first Python >= 3.12 that really runs (a pyenv shim may exist for a version that is
+# not selected).
+IS_RECENT = -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null
+define make_environment
+if [ -n "$(PYTHON)" ]; then set -- "$(PYTHON)"; else set -- python3.12 python3.13 python3.14 python3 python \
+	"$$HOME"/.pyenv/versions/3.1[2-9]*/bin/python; fi; \
+for python in "$$@"; do if "$$python" $(IS_RECENT); then \
+	echo "setting up $(1) with $$python"; exec "$$python" -m venv --clear $(1); fi; done; \
+echo "no Python >= 3.12: looked at $$*; set PYTHON=/path/to/python" >&2; exit 2
+endef
 
 .PHONY: help train test test-all test-oldest check format benchmark clean
 
@@ -17,9 +23,7 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 $(VENV)/.installed: pyproject.toml
-	@python=$$($(FIND_PYTHON)); \
-	if [ -z "$$python" ]; then echo "no Python >= 3.12 found on PATH or under ~/.pyenv/versions; set PYTHON=/path/to/python" >&2; exit 2; fi; \
-	echo "setting up $(VENV) with $$python"; "$$python" -m venv --clear $(VENV)
+	@$(call make_environment,$(VENV))
 	@$(BIN)/pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
@@ -44,7 +48,7 @@ format: $(VENV)/.dev ## apply formatting and the safe fixes
 
 # The oldest supported JAX, in its own environment: the partitioner and two real runs.
 .venv-oldest/.installed: pyproject.toml
-	@python=$$($(FIND_PYTHON)); "$$python" -m venv --clear .venv-oldest
+	@$(call make_environment,.venv-oldest)
 	@.venv-oldest/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]' 'jax==0.11.2'
 	@touch $@
 

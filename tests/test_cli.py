@@ -246,10 +246,10 @@ def test_failure_of_the_trainer_shows_its_stack_and_exits_1(trainer: Trainer, ca
     assert error.endswith("ValueError: broken\n")
 
 
-def test_interrupt_outside_the_training_loop_exits_1(trainer: Trainer, capsys: pytest.CaptureFixture[str]):
+def test_interrupt_outside_the_training_loop_is_resumable(trainer: Trainer, capsys: pytest.CaptureFixture[str]):
     trainer.result = KeyboardInterrupt()
-    assert main(["train", PRESET]) == 1
-    assert capsys.readouterr().err == "interrupted\n"
+    assert main(["train", PRESET]) == 75
+    assert capsys.readouterr().err == "interrupted; run the same command again\n"
 
 
 # ---------------------------------------------------------------------------------------------------- prepare

@@ -471,7 +471,8 @@ def random_value(rng: random.Random, item: Field) -> Value:
         return "".join(rng.choices(TEXTS, k=rng.randrange(3)))
     low = item.limits.at_least if item.limits.at_least is not None else item.limits.above or 0
     if item.type is int:
-        return 1 if item.limits.supported else int(low) + rng.randrange(2 ** rng.randrange(1, 31))
+        drawn = int(low) + rng.randrange(2 ** rng.randrange(1, 31))
+        return 1 if item.limits.supported else min(drawn, int(item.limits.at_most or drawn))
     return low + rng.choice([rng.random() * 0.9 + 1e-9, 1e-9 * rng.random() + 1e-12, 1e-12])
 
 
@@ -527,10 +528,22 @@ def test_tyro_and_the_fields_themselves_read_the_same(monkeypatch: pytest.Monkey
 def test_saved_record_of_a_run_loads_as_the_same_configuration(tmp_path: Path):
     (tmp_path / "corpus.txt").write_text("text")
     config = load(PRESET, ["--data.path", "corpus.txt", "--model.tied", "true", "--run.dir", "r"])
-    (tmp_path / "config.toml").write_text(to_toml(config))
-    assert load("config.toml", []) == config
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.toml").write_text(to_toml(config))
+    assert load("r/config.toml", []) == config
     (tmp_path / "corpus.txt").unlink()
     assert from_toml(to_toml(config), "config.toml") == config  # the corpus may be gone when a record is read
+
+
+def test_the_record_of_a_run_goes_on_with_the_run_it_lies_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = load(PRESET, ["--run.dir", "somewhere/else"])
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved" / "config.toml").write_text(to_toml(config))
+    assert load("moved/config.toml", []).run.dir == "moved"
+    assert load(str(tmp_path / "moved" / "config.toml"), []).run.dir == str(tmp_path / "moved")
+    assert load("moved/config.toml", ["--run.dir", "other"]).run.dir == "other"
+    monkeypatch.chdir(tmp_path / "moved")
+    assert load("config.toml", []).run.dir == "."
 
 
 # ----------------------------------------------------------------------------------------------------- resume

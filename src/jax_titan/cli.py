@@ -5,8 +5,10 @@ standard error, one line each. Exit codes: 0 complete, 75 stopped early and resu
 configuration.
 """
 
+import contextlib
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -39,23 +41,23 @@ def train(arguments: list[str]) -> int:
     """Train; the trainer's exit code is the command's."""
     config = load(*_source_and_flags("train", arguments))
     from jax_titan.data.errors import DataError
+    from jax_titan.trainer.errors import RunError
     from jax_titan.trainer.train import train as run
 
     try:
         return run(config)
     except DataError as error:
         raise UsageError(str(error)) from error
+    except RunError as error:
+        print(error, file=sys.stderr)
+        return FAILED
 
 
 def prepare(arguments: list[str]) -> int:
     """Tokenize the corpus into its store, or find it there, and say what it holds."""
     arguments, as_json = _without_json(arguments)
     config = load(*_source_and_flags("prepare", arguments))
-    try:
-        facts = _prepared(config)
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again", file=sys.stderr)
-        return RESUMABLE
+    facts = _prepared(config)
     print(json.dumps(facts, indent=2) if as_json else _store_text(facts))
     return OK
 
@@ -145,22 +147,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name) and return the exit code."""
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
-        sys.stdout.flush()
-        return code
     except ConfigError as error:
         return _refuse(error.problems)
     except UsageError as error:
         return _refuse([str(error)])
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return FAILED
+        print("interrupted; run the same command again", file=sys.stderr)
+        if argv is None:
+            os._exit(
+                RESUMABLE
+            )  # at once: threads in the middle of something would complain of the interpreter's end
+        return RESUMABLE
     except BrokenPipeError:
-        # the reader has enough, as in `... --help | head`; keep Python from complaining again when it exits
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        code = FAILED
     except Exception:
         traceback.print_exc()
         return FAILED
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        # the reader has enough, as in `... --help | head`; keep Python from complaining again when it exits
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if argv is None:  # the answer is out: a signal that comes while the interpreter winds up must not change it
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return code
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -6,8 +6,18 @@ import pytest
 from jax_titan.data.progress import READING, SCANNING, TOKENIZING, rich_progress
 
 
+def test_a_log_gets_nothing_of_what_is_quick(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    with rich_progress() as progress:
+        progress(5, 1234, SCANNING)
+        progress(1234, 1234, TOKENIZING)
+    captured = capsys.readouterr()
+    assert captured.err == captured.out == ""
+
+
 def test_a_log_gets_one_plain_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setattr("jax_titan.data.progress.PATIENCE_SECONDS", -1.0)
     with rich_progress() as progress:
         progress(5, 1234, READING)
         assert capsys.readouterr().err == ""
@@ -15,7 +25,7 @@ def test_a_log_gets_one_plain_line(capsys: pytest.CaptureFixture[str], monkeypat
             progress(done, 1234, SCANNING)
             progress(done, 1234, TOKENIZING)
     captured = capsys.readouterr()
-    assert captured.err == "preparing the corpus: 1,234 bytes to tokenize, once\n"
+    assert captured.err == f"preparing the corpus, once: {SCANNING}\n"
     assert captured.out == ""
 
 

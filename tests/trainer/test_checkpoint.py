@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from trainer.runs import BATCH, batch, demo_model, demo_optimizer, make_layout
 
-from jax_titan.trainer.checkpoint import CheckpointError, Checkpoints, size_bytes
+from jax_titan.trainer.checkpoint import Checkpoints, size_bytes
+from jax_titan.trainer.errors import CheckpointError
 
 SMALL = {"layers": 3, "dim": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn_dim": 48, "vocab_size": 61}
 
@@ -100,6 +101,6 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_way_out(tmp_path):
         2,
         (24, 32),
     )
-    with pytest.raises(CheckpointError, match="remove that directory"):
+    with pytest.raises(CheckpointError, match="move that directory away"):
         checkpoints.restore(1, other.state_shardings())
     checkpoints.close()

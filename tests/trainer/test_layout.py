@@ -236,3 +236,20 @@ def test_a_batch_without_any_target_changes_nothing_but_decay_and_stays_finite(s
     assert float(metrics["loss"]) == 0.0
     assert float(metrics["grad_norm"]) == 0.0
     assert all(np.all(np.isfinite(np.asarray(leaf))) for leaf in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize("stages", [0, 2])
+def test_a_batch_of_another_shape_is_refused_by_name(stages):
+    layout = make_layout(small_model(), demo_optimizer(), stages, "1f1b", 2, (BATCH, 32))
+    with pytest.raises(ValueError, match=r"batch\['tokens'\] is \(12, 32\); this layout was built for \(24, 32\)"):
+        layout.step(layout.init(0), batch(0, 61, 32, sequences=12))
+    with pytest.raises(ValueError, match="24 sequences cannot be cut into 5 equal microbatches"):
+        make_layout(small_model(), demo_optimizer(), stages, "1f1b", 5, (BATCH, 32))
+
+
+def test_the_old_replica_is_gone_before_the_new_one_is_made():
+    layout = make_layout(small_model(tied=True), demo_optimizer(), 3, "1f1b", 2, (BATCH, 32))
+    state = layout.init(0)
+    after, _ = layout.step(state, batch(0, 61, 32))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after))

@@ -23,6 +23,8 @@ def load(source: str, overrides: Sequence[str]) -> Config:
     """
     draft = Draft()
     name = read_source(draft, source)
+    if os.path.basename(source) == "config.toml":  # the record of a run, wherever it has moved to
+        draft.values["run.dir"] = os.path.dirname(source) or "."
     read_flags(draft, overrides)
     draft.values |= _resolved_paths(draft.values, name)
     draft.problems += contradictions(draft)

@@ -37,13 +37,15 @@ class Run:
 class Model:
     """The model, a decoder of the Llama family."""
 
-    layers: int = option(4, "decoder layers", at_least=1)
-    dim: int = option(256, "width of the residual stream", at_least=1)
-    heads: int = option(4, "query heads", at_least=1)
+    layers: int = option(4, "decoder layers", at_least=1, at_most=10_000)
+    dim: int = option(256, "width of the residual stream", at_least=1, at_most=2**20)
+    heads: int = option(4, "query heads", at_least=1, at_most=2**16)
     kv_heads: int = option(2, "key and value heads, each shared by heads / kv_heads query heads", at_least=1)
-    head_dim: int = option(0, "width of a head (0: dim / heads)", at_least=0)
-    ffn_dim: int = option(688, "width inside the feed-forward block", at_least=1)
-    vocab_size: int = option(0, "tokens in the vocabulary (0: as many as the tokenizer has)", at_least=0)
+    head_dim: int = option(0, "width of a head (0: dim / heads)", at_least=0, at_most=2**16)
+    ffn_dim: int = option(688, "width inside the feed-forward block", at_least=1, at_most=2**24)
+    vocab_size: int = option(
+        0, "tokens in the vocabulary (0: as many as the tokenizer has)", at_least=0, at_most=2**31
+    )
     rope_theta: float = option(500000.0, "base of the rotary position frequencies", above=0)
     norm_eps: float = option(1e-5, "added to the mean square in RMSNorm", above=0)
     init_std: float = option(0.02, "standard deviation of the initial weights", above=0)
@@ -61,7 +63,7 @@ class Data:
         "", "text or .jsonl file, or directory of them (empty: the corpus that comes with jax-titan)"
     )
     tokenizer: Literal["bytes", "bpe"] = option("bpe", "bytes, or a BPE trained on the corpus")
-    vocab_size: int = option(2048, "tokens in the vocabulary of that BPE", at_least=1)
+    vocab_size: int = option(2048, "tokens in the vocabulary of that BPE", at_least=1, at_most=2**24)
     text_field: str = option("text", "name of the field that holds the text in JSON lines")
     validation_fraction: float = option(
         0.05, "part of the text kept for evaluation, in whole documents (0: none)", at_least=0, below=1
@@ -74,9 +76,9 @@ class Train:
     """The length of the run and the size of a step."""
 
     steps: int = option(300, "steps of the whole run; the learning-rate schedule spans them", at_least=1)
-    batch: int = option(24, "sequences a step, over all microbatches", at_least=1)
+    batch: int = option(24, "sequences a step, over all microbatches", at_least=1, at_most=2**24)
     microbatches: int = option(8, "equal parts in which a step's batch passes through the model", at_least=1)
-    sequence_length: int = option(128, "tokens a sequence", at_least=1)
+    sequence_length: int = option(128, "tokens a sequence", at_least=1, at_most=2**24)
     stop_after: int = option(
         0,
         "end this attempt after that step with a checkpoint, as if the job's time were up (0: never)",
@@ -144,7 +146,9 @@ class Platform:
     """The hardware."""
 
     name: Literal["", "cpu", "gpu", "cuda", "rocm", "tpu"] = option("", "JAX platform (empty: the one JAX picks)")
-    devices: int = option(0, "virtual devices of platform cpu (0: as many as the layout needs)", at_least=0)
+    devices: int = option(
+        0, "virtual devices of platform cpu (0: as many as the layout needs)", at_least=0, at_most=4096
+    )
 
 
 @dataclass(frozen=True)

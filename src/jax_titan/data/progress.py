@@ -5,6 +5,7 @@ it.
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -17,6 +18,9 @@ READING, SCANNING, TRAINING, TOKENIZING = (
     "training the tokenizer",
     "tokenizing",
 )
+
+
+PATIENCE_SECONDS = 3.0
 
 
 def silent(done_bytes: int, total_bytes: int, what: str) -> None:
@@ -53,12 +57,13 @@ def rich_progress() -> Iterator[Progress]:
 
 
 def _one_line() -> Progress:
-    announced = False
+    """One line once it has taken a while: what is quick, or refused at once, is not worth one."""
+    started, announced = time.monotonic(), False
 
     def announce(done_bytes: int, total_bytes: int, what: str) -> None:
         nonlocal announced
-        if what != READING and not announced:
+        if what != READING and not announced and time.monotonic() - started > PATIENCE_SECONDS:
             announced = True
-            print(f"preparing the corpus: {total_bytes:,} bytes to tokenize, once", file=sys.stderr)
+            print(f"preparing the corpus, once: {what}", file=sys.stderr)
 
     return announce

@@ -30,8 +30,8 @@ SMALLEST_VOCAB = 256 + 2
 # the space before them, numbers by three digits, punctuation, line ends. It cuts every text completely, hence
 # loses nothing.
 SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}{1,256}|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]{1,256}[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _PIECE_CHARACTERS = 1 << 16
 # No match of SPLIT_PATTERN reaches from a line feed to a visible character, so text cut there encodes as if

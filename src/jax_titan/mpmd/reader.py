@@ -146,8 +146,8 @@ def _outside(name: str, op: Any, block: Any, output_names: Sequence[str], mesh: 
     made = [output_names[i] for i, value in enumerate(returned) if value in list(op.results)]
     what = ", ".join(made) if made else "something"
     return (
-        f"{name}: {what} on {mesh} is computed outside every named part; every leaf of the accumulator must be "
-        "computed in a part, from its own earlier value, and not be returned unchanged, twice or as a constant"
+        f"{name}: {what} on {mesh} is computed outside every named part; compute each leaf of the accumulator in "
+        "a part, from its own earlier value, and let no part be without use of its inputs"
     )
 
 

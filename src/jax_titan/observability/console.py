@@ -9,6 +9,7 @@ pipe, a job's log) there are plain lines: every evaluation and checkpoint, and a
 from __future__ import annotations
 
 import math
+import os
 import sys
 from typing import Any, TextIO
 
@@ -36,7 +37,8 @@ class Console:
 
     def __init__(self, total_steps: int, stream: TextIO | None = None):
         self._total_steps = total_steps
-        self._stream = sys.stdout if stream is None else stream
+        # A process may have been started without any standard output.
+        self._stream: TextIO = stream or sys.stdout or open(os.devnull, "w")  # noqa: SIM115
         self._rich = rich.console.Console(file=self._stream)
         self._is_terminal = self._stream.isatty() and not self._rich.is_dumb_terminal
         self._live: tuple[rich.progress.Progress, rich.progress.TaskID] | None = None
@@ -125,7 +127,7 @@ class Console:
             self._move_live_line(event)
         elif self._line_is_due(step, now_seconds):
             self._last_line = (step, now_seconds)
-            self.note(f"{self._prefix('step', step)}  {self._figures(event)}")
+            self.note("  ".join([self._prefix("step", step), *self._figures(event)]))
 
     def _show_eval(self, event: dict[str, Any]) -> None:
         parts = [
@@ -185,11 +187,12 @@ class Console:
     def _move_live_line(self, event: dict[str, Any]) -> None:
         if self._lost:
             return
+        description = self._prefix("step", event["step"])
         line: dict[str, Any] = {
             "total": self._total_steps,
             "completed": event["step"],
-            "description": self._prefix("step", event["step"]),
-            "figures": f"{self._figures(event)}  {self._eta(event)}",
+            "description": description,
+            "figures": self._fitting([*self._figures(event), self._eta(event)], len(description)),
         }
         try:
             if self._live is None:
@@ -216,18 +219,25 @@ class Console:
         total = str(self._total_steps)
         return f"{kind}  {step if step is not None else '?':>{len(total)}}/{total}"
 
-    def _figures(self, event: dict[str, Any]) -> str:
+    def _fitting(self, figures: list[str], taken: int) -> str:
+        """As many figures as the terminal has room for, the less telling ones left out first."""
+        loss, _, rate, seconds, eta = figures
+        for chosen in (figures, [loss, rate, seconds, eta], [loss, seconds, eta], [loss, eta]):
+            text = "  ".join(chosen)
+            if taken + 1 + len(text) <= self._rich.width:
+                return text
+        return loss
+
+    def _figures(self, event: dict[str, Any]) -> list[str]:
         tokens, step_seconds = event.get("tokens"), event.get("step_seconds")
         rate = count_text(tokens / step_seconds) if tokens is not None and step_seconds else "-"
         loss, grad_norm = _number(event.get("loss")), _number(event.get("grad_norm"))
-        return "  ".join(
-            [
-                f"loss {self._column('loss', f'{loss:.3f}')}",
-                f"grad norm {self._column('grad norm', significant_text(grad_norm))}",
-                f"{self._column('rate', rate)} tokens/s",
-                self._column("time", _text(seconds_text, step_seconds)),
-            ]
-        )
+        return [
+            f"loss {self._column('loss', f'{loss:.3f}')}",
+            f"grad norm {self._column('grad norm', significant_text(grad_norm))}",
+            f"{self._column('rate', rate)} tokens/s",
+            self._column("time", _text(seconds_text, step_seconds)),
+        ]
 
     def _column(self, name: str, text: str) -> str:
         """Right-aligns a value with those already shown: a column is as wide as its widest value so far."""

@@ -12,11 +12,9 @@ from typing import Any
 
 from orbax.checkpoint import v1 as ocp
 
+from jax_titan.trainer.errors import CheckpointError
+
 _ITEM = "state"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or read; the message says what to do."""
 
 
 class Checkpoints:
@@ -28,7 +26,9 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, keep: int):
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells its inner life at INFO and WARNING
+        # Orbax tells its inner life at INFO and WARNING, and every file of a damaged checkpoint once more.
+        logging.getLogger("absl").setLevel(logging.ERROR)
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         context = ocp.Context()
         context.array.saving.use_compression = False
         self.directory = directory
@@ -58,9 +58,18 @@ class Checkpoints:
         return self.directory / str(step)
 
     def facts(self, step: int) -> dict[str, Any]:
-        """What `save` was told beside the state."""
-        kept: Any = self._checkpointer.checkpointables_metadata(step).custom_metadata
-        return dict(kept or {})
+        """What `save` was told beside the state.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged.
+        """
+        try:
+            kept: Any = self._checkpointer.checkpointables_metadata(step).custom_metadata
+        except Exception as error:
+            raise self._unreadable(step, error) from error
+        if not kept:
+            raise self._unreadable(step, "it has no metadata")
+        return dict(kept)
 
     def restore(self, step: int, abstract: dict[str, Any]) -> tuple[Any, Any]:
         """Read the state after `step` straight to where it belongs.
@@ -74,11 +83,15 @@ class Checkpoints:
         try:
             state = self._checkpointer.load_checkpointables(step, {_ITEM: abstract})[_ITEM]
         except Exception as error:
-            raise CheckpointError(
-                f"{self.directory / str(step)}: cannot be read ({error}); remove that directory to go on from the "
-                "checkpoint before it"
-            ) from error
+            raise self._unreadable(step, error) from error
         return state["params"], state["optimizer"]
+
+    def _unreadable(self, step: int, reason: object) -> CheckpointError:
+        first_line = (str(reason).strip() or type(reason).__name__).splitlines()[0]
+        return CheckpointError(
+            f"{self.directory / str(step)}: this checkpoint cannot be read ({first_line[:200]}); move that "
+            "directory away to go on from the one before it"
+        )
 
     def close(self) -> None:
         self._checkpointer.close()

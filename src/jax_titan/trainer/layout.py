@@ -119,6 +119,7 @@ class SpmdLayout:
         microbatches: int,
         batch_shape: tuple[int, int],
     ):
+        _check_batch_shape(batch_shape, microbatches, len(devices))
         self.devices = list(devices)
         self.microbatches = microbatches
         self._step = Step.cut(model, optimizer, 1)
@@ -188,7 +189,10 @@ class SpmdLayout:
         return _weight_dtype(self._step)
 
     def _place(self, batch: HostBatch) -> tuple[dict[str, jax.Array], jax.Array]:
-        stacked = {name: np.stack(parts) for name, parts in _microbatches(batch, self.microbatches).items()}
+        stacked = {
+            name: np.stack(parts)
+            for name, parts in _microbatches(batch, self.microbatches, self._batch_shape).items()
+        }
         weight = _total_weight(batch, self._weight_dtype)
         return jax.device_put(stacked, self._split), jax.device_put(weight, self._everywhere)
 
@@ -240,6 +244,7 @@ class MpmdLayout:
         microbatches: int,
         batch_shape: tuple[int, int],
     ):
+        _check_batch_shape(batch_shape, microbatches)
         self.devices = list(devices)
         self.microbatches = microbatches
         self._step = Step.cut(model, optimizer, len(self.devices))
@@ -353,7 +358,7 @@ class MpmdLayout:
         timeline = schedules.simulate(self.schedule)
         lines = [
             f"mpmd: {len(self.devices)} stages, {self.schedule.name}, {self.microbatches} microbatches, "
-            f"bubble {timeline.bubble_ratio:.0%} of the work of a stage"
+            f"bubble {1 - timeline.busy / timeline.makespan:.0%} of the step with equal stages"
         ]
         for index, units in enumerate(self._step.stages):
             count = sum(unit.parameter_count() for unit in units)
@@ -379,7 +384,7 @@ class MpmdLayout:
         return Placed([fields] * len(self._mesh_names), self._mesh_names)
 
     def _host_microbatches(self, batch: HostBatch) -> list[Any]:
-        parts = _microbatches(batch, self.microbatches)
+        parts = _microbatches(batch, self.microbatches, self._batch_shape)
         return [
             [{name: arrays[m] for name, arrays in parts.items()}] * len(self.devices)
             for m in range(self.microbatches)
@@ -423,8 +428,18 @@ def _total_weight(batch: HostBatch, dtype: Any) -> np.ndarray:
     return np.asarray(total if total > 0 else 1.0, dtype)
 
 
-def _microbatches(batch: HostBatch, count: int) -> dict[str, list[np.ndarray]]:
+def _microbatches(batch: HostBatch, count: int, shape: tuple[int, int]) -> dict[str, list[np.ndarray]]:
+    for name in BATCH_DTYPES:
+        if np.shape(batch[name]) != shape:
+            raise ValueError(f"batch[{name!r}] is {np.shape(batch[name])}; this layout was built for {shape}")
     return {name: np.split(np.asarray(batch[name], dtype), count) for name, dtype in BATCH_DTYPES.items()}
+
+
+def _check_batch_shape(shape: tuple[int, int], microbatches: int, parts: int = 1) -> None:
+    if microbatches < 1 or shape[0] % (microbatches * parts):
+        raise ValueError(
+            f"{shape[0]} sequences cannot be cut into {microbatches} equal microbatches for {parts} devices each"
+        )
 
 
 # Initialisation runs once, so compiling it fast matters more than running it fast.

@@ -11,6 +11,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 
@@ -76,6 +77,25 @@ def adamw(
         mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p),
     )
     return Optimizer(transformation, rate, clip_norm)
+
+
+class RateTable:
+    """Learning rates by number of updates made, worked out a block at a time.
+
+    One at a time they would queue on a device behind the very step whose record wants them.
+    """
+
+    _BLOCK = 4096
+
+    def __init__(self, schedule: optax.Schedule):
+        self._schedule = jax.jit(jax.vmap(schedule))
+        self._known: tuple[int, np.ndarray] | None = None
+
+    def __getitem__(self, updates: int) -> float:
+        block, position = divmod(updates, self._BLOCK)
+        if self._known is None or self._known[0] != block:
+            self._known = block, np.asarray(self._schedule(np.arange(self._BLOCK) + block * self._BLOCK))
+        return float(self._known[1][position])
 
 
 def sum_of_squares(tree) -> jax.Array:

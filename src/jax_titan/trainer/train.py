@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ import xxhash
 
 from jax_titan.config import Config, ConfigError, fixed_differences, from_toml, to_toml
 from jax_titan.data.corpus import CorpusSpec
+from jax_titan.data.errors import DataError
 from jax_titan.data.progress import rich_progress
 from jax_titan.data.store import SPLITS, TokenStore, prepare
 from jax_titan.data.text import Prefetch, TextDataset
@@ -32,8 +33,9 @@ from jax_titan.observability.summarize import format_summary, summarize
 if TYPE_CHECKING:
     from jax_titan.trainer.checkpoint import Checkpoints
     from jax_titan.trainer.layout import Layout, TrainState
+    from jax_titan.trainer.optimizer import RateTable
 
-COMPLETE, RESUMABLE = 0, 75
+COMPLETE, FAILED, USAGE, RESUMABLE = 0, 1, 2, 75
 
 
 def train(config: Config, command: list[str] | None = None) -> int:
@@ -80,13 +82,20 @@ def train(config: Config, command: list[str] | None = None) -> int:
                 **environment(devices),
             )
         )
-        reason, exit_code = "crash", 1
+        reason, exit_code, message = "crash", FAILED, None
+        stop = stack.enter_context(_Signals())
         try:
-            with _deferred_signals() as stop:
-                reason = run.train(run.compile_and_restore(), stop)
-                exit_code = RESUMABLE if reason in ("sigint", "sigterm") else COMPLETE
+            reason = run.train(run.compile_and_restore(), stop.asked)
+            exit_code = RESUMABLE if reason in ("sigint", "sigterm") else COMPLETE
+        except KeyboardInterrupt:
+            reason, exit_code = "sigint", RESUMABLE
+            raise
+        except BaseException as error:
+            message = repr(error)
+            exit_code = USAGE if isinstance(error, ConfigError | DataError) else FAILED
+            raise
         finally:
-            error = sys.exception()
+            stop.ignore()
             run.recorder.emit(
                 records.AttemptEnd(
                     reason=reason,
@@ -95,15 +104,20 @@ def train(config: Config, command: list[str] | None = None) -> int:
                     host_peak_bytes=host_peak_bytes(),
                     device_peak_bytes=device_peak_bytes(devices),
                     seconds=time.monotonic() - run.started,
-                    message=repr(error) if error is not None else None,
+                    message=message,
                 )
             )
+        _say_how_it_ended(run, exit_code)
+    return exit_code
+
+
+def _say_how_it_ended(run: _Run, exit_code: int) -> None:
+    run.console.close()
     if exit_code == RESUMABLE:
         where = f"after step {run.done}, saved" if run.done > run.start_step else "before a step was done"
-        print(f"stopped {where}; run the same command again to go on")
-    print(format_summary(summarize(config.run_dir)))
-    print(f"run directory: {config.run.dir}")
-    return exit_code
+        _say(f"stopped {where}; run the same command again to go on")
+    _say(format_summary(summarize(run.config.run_dir)))
+    _say(f"run directory: {run.config.run.dir}")
 
 
 @dataclasses.dataclass
@@ -117,7 +131,7 @@ class _Run:
     checkpoints: Checkpoints
     recorder: records.Recorder
     console: Console
-    learning_rates: Any
+    learning_rates: RateTable
     facts: dict[str, Any]
     start_step: int
     end_step: int
@@ -189,7 +203,7 @@ class _Run:
                 step=pending.step,
                 loss=float(pending.metrics["loss"]),
                 grad_norm=float(pending.metrics["grad_norm"]),
-                learning_rate=float(self.learning_rates[pending.step - 1]),
+                learning_rate=self.learning_rates[pending.step - 1],
                 tokens=pending.tokens,
                 step_seconds=now - self.clock,
                 data_wait_seconds=pending.data_wait_seconds,
@@ -202,11 +216,15 @@ class _Run:
         if self.validation is None:
             return
         start = time.monotonic()
-        batches = list(self.validation.eval_batches(self.config.eval.batches))
-        sums = [self.layout.eval_step(state, batch) for batch in batches]
-        nats = sum(float(loss) for loss in sums)
-        tokens = sum(int((batch["weights"] > 0).sum()) for batch in batches)
-        covered = sum(self.validation.target_bytes(batch) for batch in batches)
+        nats, tokens, covered = 0.0, 0, 0
+        last = None
+        for batch in self.validation.eval_batches(self.config.eval.batches):
+            dispatched = self.layout.eval_step(state, batch)
+            nats += float(last) if last is not None else 0.0  # of the batch before, while this one runs
+            last = dispatched
+            tokens += int((batch["weights"] > 0).sum())
+            covered += self.validation.target_bytes(batch)
+        nats += float(last) if last is not None else 0.0
         if not tokens:
             return
         self.recorder.emit(
@@ -230,6 +248,12 @@ class _Run:
         )
 
 
+def _say(text: str) -> None:
+    """Print for whoever still listens: a closed pipe changes nothing of what was done."""
+    with suppress(OSError, ValueError):
+        print(text, flush=True)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Pending:
     """A dispatched step whose metrics are not fetched yet."""
@@ -250,8 +274,13 @@ def _due(step: int, every: int) -> bool:
 def _check_run_dir(config: Config) -> None:
     """A directory holds one run: the same command goes on with it, another configuration is refused."""
     directory, saved = config.run_dir, config.run_dir / "config.toml"
-    if saved.exists():
-        differences = fixed_differences(from_toml(saved.read_text(), str(saved)), config)
+    try:
+        text = saved.read_text(encoding="utf-8") if saved.exists() else None
+        found = [path.name for path in directory.iterdir()] if directory.exists() else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unusable(directory, error) from error
+    if text is not None:
+        differences = fixed_differences(from_toml(text, str(saved)), config)
         if differences:
             raise ConfigError(
                 [
@@ -260,8 +289,14 @@ def _check_run_dir(config: Config) -> None:
                     "leave these fields as they are in the run",
                 ]
             )
-    elif directory.exists() and any(not path.name.startswith(".config.toml.") for path in directory.iterdir()):
+    elif any(not name.startswith(".config.toml.") and name != ".lock" for name in found):
         raise ConfigError([f"run.dir: {config.run.dir} exists and holds no run; use an empty or a new directory"])
+
+
+def _unusable(directory: Path, error: Exception) -> ConfigError:
+    reason = getattr(error, "strerror", None) or error
+    where = getattr(error, "filename", None) or directory / "config.toml"
+    return ConfigError([f"run.dir: {where}: {reason}; use another directory"])
 
 
 def _prepare(config: Config) -> TokenStore:
@@ -279,14 +314,11 @@ def _prepare(config: Config) -> TokenStore:
     return store
 
 
-def _build(config: Config, store: TokenStore, devices: list[Any]) -> tuple[Layout, int, Any]:
+def _build(config: Config, store: TokenStore, devices: list[Any]) -> tuple[Layout, int, RateTable]:
     """The model on its layout, its number of parameters, and the learning rate of every step."""
-    import jax
-    import numpy as np
-
     from jax_titan.models.llama import LlamaConfig, llama
     from jax_titan.trainer.layout import MpmdLayout, SpmdLayout
-    from jax_titan.trainer.optimizer import adamw
+    from jax_titan.trainer.optimizer import RateTable, adamw
 
     m, t, o = config.model, config.train, config.optimizer
     model = llama(
@@ -323,17 +355,22 @@ def _build(config: Config, store: TokenStore, devices: list[Any]) -> tuple[Layou
         layout = MpmdLayout(model, optimizer, devices, config.pipeline.schedule, t.microbatches, shape)
     else:
         layout = SpmdLayout(model, optimizer, devices, t.microbatches, shape)
-    rates = np.asarray(jax.vmap(optimizer.learning_rate)(np.arange(t.steps)))
-    return layout, model.parameter_count(), rates
+    return layout, model.parameter_count(), RateTable(optimizer.learning_rate)
 
 
-def _open_run(config: Config, store: TokenStore, layout: Layout, learning_rates: Any, stack: ExitStack) -> _Run:
+def _open_run(
+    config: Config, store: TokenStore, layout: Layout, learning_rates: RateTable, stack: ExitStack
+) -> _Run:
     """Make or reopen the run directory, and the state at the last checkpoint in it."""
     from jax_titan.trainer.checkpoint import Checkpoints
 
     started = time.monotonic()
     directory = config.run_dir
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(_sole_user(directory))
+    except OSError as error:
+        raise _unusable(directory, error) from error
     if not (directory / "config.toml").exists():  # first of all: it is what makes the directory a run
         _write_atomically(directory / "config.toml", to_toml(config))
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
@@ -341,7 +378,7 @@ def _open_run(config: Config, store: TokenStore, layout: Layout, learning_rates:
     facts = {"data_digest": store.digest}
     step = checkpoints.latest_step
     if step is not None:
-        saved = checkpoints.facts(step).get("data_digest")
+        saved = checkpoints.facts(step)["data_digest"]
         if saved != store.digest:
             raise ConfigError(
                 [
@@ -376,6 +413,26 @@ def _open_run(config: Config, store: TokenStore, layout: Layout, learning_rates:
     )
 
 
+@contextmanager
+def _sole_user(directory: Path) -> Iterator[None]:
+    """Hold a run directory for this process; the system lets go of it when the process ends, however it ends."""
+    try:
+        import fcntl
+    except ImportError:  # a system without such locks
+        yield
+        return
+    with (directory / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                [f"run.dir: {directory} is in use by another process; wait for it, or use another"]
+            ) from error
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
 def _digest(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -383,9 +440,12 @@ def _digest(text: str) -> str:
 def _write_atomically(path: Path, text: str) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w") as file:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
+            mask = os.umask(0)
+            os.umask(mask)
+            os.fchmod(file.fileno(), 0o666 & ~mask)  # a temporary file is its owner's alone
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
@@ -393,25 +453,39 @@ def _write_atomically(path: Path, text: str) -> None:
         raise
 
 
-@contextmanager
-def _deferred_signals() -> Iterator[Callable[[], str | None]]:
-    """SIGINT and SIGTERM ask the loop to stop after the step; a second SIGINT stops at once."""
-    asked: list[str] = []
+class _Signals:
+    """While entered, SIGINT and SIGTERM ask the loop to stop after the step; a second SIGINT stops at once."""
 
-    def note(number: int, _frame: Any) -> None:
-        if asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        asked.append(signal.Signals(number).name.lower())
-        print("\nstopping after this step; once more stops at once", file=sys.stderr)
+    def __init__(self):
+        self._asked: list[str] = []
+        self._ignored = False
+        self._previous: dict[int, Any] = {}
 
-    previous = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, note)
-    except ValueError:
-        pass  # not the main thread: whoever called has the signals
-    try:
-        yield lambda: asked[0] if asked else None
-    finally:
-        for number, handler in previous.items():
+    def asked(self) -> str | None:
+        """The first signal that came, or None."""
+        return self._asked[0] if self._asked else None
+
+    def ignore(self) -> None:
+        """From here on the work is done and saved: a signal changes nothing."""
+        self._ignored = True
+
+    def __enter__(self) -> _Signals:
+        with suppress(ValueError):  # not the main thread: whoever called has the signals
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: Any) -> None:
+        if self._ignored:
+            return
+        if self._asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._asked.append(signal.Signals(number).name.lower())
+        hint = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
+        # Straight to the descriptor: a stream may be in the middle of a write, or its reader gone.
+        with suppress(OSError):
+            os.write(2, f"\nstopping once the step is done and saved{hint}\n".encode())

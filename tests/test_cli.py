@@ -382,3 +382,8 @@ def test_garbage_never_gives_a_stack_trace_or_leaves_a_trace(
         codes.add(code)
     assert codes == {0, 2}
     assert os.listdir(working_directory) == []
+
+
+def test_a_process_without_standard_output_ends_well():
+    script = "import sys; sys.stdout = None; from jax_titan.cli import main; raise SystemExit(main(['--version']))"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

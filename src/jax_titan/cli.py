@@ -164,7 +164,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return FAILED
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except (OSError, ValueError):
         # the reader has enough, as in `... --help | head`; keep Python from complaining again when it exits
         with contextlib.suppress(OSError, ValueError):

@@ -27,36 +27,13 @@ def measure(stages: int, microbatches: int) -> dict[str, float | None]:
     os.environ["JAX_NUM_CPU_DEVICES"] = str(stages)
     import jax
 
-    from jax_titan.models.llama import LlamaConfig, llama
-    from jax_titan.trainer.layout import MpmdLayout
-    from jax_titan.trainer.optimizer import adamw
+    from jax_titan.config import load
+    from jax_titan.trainer.build import build_layout, build_model, build_optimizer
 
-    model = llama(
-        LlamaConfig(
-            layers=4,
-            dim=256,
-            heads=4,
-            kv_heads=2,
-            head_dim=64,
-            ffn_dim=688,
-            vocab_size=2048,
-            dtype="float32",
-            sequence_length=128,
-        )
-    )
-    optimizer = adamw(
-        learning_rate=1e-3,
-        schedule="cosine",
-        steps=100,
-        warmup_steps=10,
-        final_fraction=0.1,
-        b1=0.9,
-        b2=0.95,
-        eps=1e-8,
-        weight_decay=0.1,
-        clip_norm=1.0,
-    )
-    layout = MpmdLayout(model, optimizer, jax.devices(), "1f1b", microbatches, (3 * microbatches, 128))
+    shape = f"--train.microbatches {microbatches} --train.batch {3 * microbatches} --pipeline.stages {stages}"
+    config = load("llama3-debug", shape.split())
+    model = build_model(config, config.data.vocab_size)
+    layout = build_layout(config, model, build_optimizer(config), jax.devices())
     report = layout.compile()
     return {
         "seconds": report.seconds,

@@ -163,18 +163,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception:
         traceback.print_exc()
         return FAILED
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except (OSError, ValueError):
-        # the reader has enough, as in `... --help | head`; keep Python from complaining again when it exits
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _finish_output()
     if argv is None:  # the answer is out: a signal that comes while the interpreter winds up must not change it
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return code
+
+
+def _finish_output() -> None:
+    """Flush what was printed; if the reader has enough, as in `... --help | head`, forget the rest quietly."""
+    stdout = sys.stdout
+    if stdout is None:  # the process was started without any
+        return
+    try:
+        stdout.flush()
+    except (OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # or Python would complain again when it exits
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
 
 
 def _dispatch(arguments: list[str]) -> int:

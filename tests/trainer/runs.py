@@ -1,49 +1,30 @@
 """What the tests of layouts share: the demo's model, batches with hard masks, and a run of a few steps."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
 
 from jax_titan.config import load
-from jax_titan.models.llama import LlamaConfig, llama
+from jax_titan.trainer.build import build_model, build_optimizer
 from jax_titan.trainer.layout import MpmdLayout, SpmdLayout
-from jax_titan.trainer.optimizer import adamw
 
 BATCH = 24
 
 
 def demo_model(tied: bool, dtype: Any, **changes):
-    """The model of the preset llama3-debug, with a fixed vocabulary."""
+    """The model of the preset llama3-debug, with a fixed vocabulary; `changes` are fields of its sections."""
     config = load("llama3-debug", [])
-    m = config.model
-    sizes = {
-        "layers": m.layers,
-        "dim": m.dim,
-        "heads": m.heads,
-        "kv_heads": m.kv_heads,
-        "head_dim": m.head_dim or m.dim // m.heads,
-        "ffn_dim": m.ffn_dim,
-        "vocab_size": config.data.vocab_size,
-        "sequence_length": config.train.sequence_length,
-    }
-    return llama(LlamaConfig(**(sizes | changes), tied=tied, dtype=dtype))
+    length = changes.pop("sequence_length", config.train.sequence_length)
+    model = dataclasses.replace(config.model, tied=tied, dtype=dtype, **changes)
+    train = dataclasses.replace(config.train, sequence_length=length)
+    return build_model(dataclasses.replace(config, model=model, train=train), config.data.vocab_size)
 
 
 def demo_optimizer(steps: int = 20):
-    o = load("llama3-debug", []).optimizer
-    return adamw(
-        learning_rate=o.learning_rate,
-        schedule=o.schedule,
-        steps=steps,
-        warmup_steps=min(o.warmup_steps, steps),
-        final_fraction=o.final_fraction,
-        b1=o.b1,
-        b2=o.b2,
-        eps=o.eps,
-        weight_decay=o.weight_decay,
-        clip_norm=o.clip_norm,
-    )
+    config = load("llama3-debug", [])
+    return build_optimizer(dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps)))
 
 
 def batch(seed: int, vocab_size: int, length: int, sequences: int = BATCH) -> dict[str, Any]:

@@ -5,23 +5,12 @@ import random
 from typing import Any
 
 import pytest
+from trainer.runs import demo_optimizer
 
 from jax_titan.models.llama import LlamaConfig, llama
 from jax_titan.trainer.adapters import Step, cut_chain
-from jax_titan.trainer.optimizer import adamw
 
-ADAMW = adamw(
-    learning_rate=1e-3,
-    schedule="constant",
-    steps=10,
-    warmup_steps=0,
-    final_fraction=1.0,
-    b1=0.9,
-    b2=0.95,
-    eps=1e-8,
-    weight_decay=0.1,
-    clip_norm=1.0,
-)
+ADAMW = demo_optimizer()
 
 
 def small(**changes):

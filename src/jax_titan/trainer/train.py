@@ -7,19 +7,15 @@ wrong with the input is found before anything is written or any device is touche
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from jax_titan.config import Config, ConfigError, fixed_differences, from_toml, to_toml
+from jax_titan.config import Config, ConfigError, to_toml
 from jax_titan.data.corpus import CorpusSpec
 from jax_titan.data.errors import DataError
 from jax_titan.data.progress import rich_progress
@@ -29,11 +25,13 @@ from jax_titan.observability import records
 from jax_titan.observability.console import Console
 from jax_titan.observability.env import device_peak_bytes, environment, host_peak_bytes
 from jax_titan.observability.summarize import format_summary, summarize
+from jax_titan.trainer.rundir import check_run_dir, claim_run_dir, record_config
+from jax_titan.trainer.signals import StopSignals
 
 if TYPE_CHECKING:
     from jax_titan.trainer.checkpoint import Checkpoints
     from jax_titan.trainer.layout import Layout, TrainState
-    from jax_titan.trainer.optimizer import RateTable
+    from jax_titan.trainer.optimizer import Optimizer, RateTable
 
 COMPLETE, FAILED, USAGE, RESUMABLE = 0, 1, 2, 75
 
@@ -52,14 +50,17 @@ def train(config: Config, command: list[str] | None = None) -> int:
         ConfigError: the run directory holds another run, or the devices do not suffice.
         DataError: the corpus cannot be read.
     """
-    _check_run_dir(config)
+    check_run_dir(config)
     store = _prepare(config)
     from jax_titan.trainer.devices import choose_devices
 
     devices = choose_devices(config)
-    layout, parameter_count, learning_rates = _build(config, store, devices)
+    from jax_titan.trainer.build import build_layout, build_model, build_optimizer
+
+    model, optimizer = build_model(config, store.vocab_size), build_optimizer(config)
+    layout = build_layout(config, model, optimizer, devices)
     with ExitStack() as stack:
-        run = _open_run(config, store, layout, learning_rates, stack)
+        run = _open_run(config, store, layout, optimizer, stack)
         if run.start_step >= run.end_step:
             run.console.note(
                 f"{config.run.dir} is complete at step {run.start_step}; "
@@ -74,7 +75,7 @@ def train(config: Config, command: list[str] | None = None) -> int:
                 stages=config.pipeline.stages if config.parallel.layout == "mpmd" else 1,
                 schedule=config.pipeline.schedule if config.parallel.layout == "mpmd" else None,
                 microbatches=config.train.microbatches,
-                parameters=parameter_count,
+                parameters=model.parameter_count(),
                 data_digest=store.digest,
                 config_digest=_digest(to_toml(config)),
                 unigram_loss=store.unigram_nats(),
@@ -83,7 +84,7 @@ def train(config: Config, command: list[str] | None = None) -> int:
             )
         )
         reason, exit_code, message = "crash", FAILED, None
-        stop = stack.enter_context(_Signals())
+        stop = stack.enter_context(StopSignals())
         try:
             reason = run.train(run.compile_and_restore(), stop.asked)
             exit_code = RESUMABLE if reason in ("sigint", "sigterm") else COMPLETE
@@ -271,34 +272,6 @@ def _due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def _check_run_dir(config: Config) -> None:
-    """A directory holds one run: the same command goes on with it, another configuration is refused."""
-    directory, saved = config.run_dir, config.run_dir / "config.toml"
-    try:
-        text = saved.read_text(encoding="utf-8") if saved.exists() else None
-        found = [path.name for path in directory.iterdir()] if directory.exists() else []
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unusable(directory, error) from error
-    if text is not None:
-        differences = fixed_differences(from_toml(text, str(saved)), config)
-        if differences:
-            raise ConfigError(
-                [
-                    *differences,
-                    f"run.dir: {config.run.dir} holds a run of another configuration; use another directory, or "
-                    "leave these fields as they are in the run",
-                ]
-            )
-    elif any(not name.startswith(".config.toml.") and name != ".lock" for name in found):
-        raise ConfigError([f"run.dir: {config.run.dir} exists and holds no run; use an empty or a new directory"])
-
-
-def _unusable(directory: Path, error: Exception) -> ConfigError:
-    reason = getattr(error, "strerror", None) or error
-    where = getattr(error, "filename", None) or directory / "config.toml"
-    return ConfigError([f"run.dir: {where}: {reason}; use another directory"])
-
-
 def _prepare(config: Config) -> TokenStore:
     data = config.data
     spec = CorpusSpec(data.path, data.tokenizer, data.vocab_size, data.text_field, data.validation_fraction)
@@ -314,71 +287,21 @@ def _prepare(config: Config) -> TokenStore:
     return store
 
 
-def _build(config: Config, store: TokenStore, devices: list[Any]) -> tuple[Layout, int, RateTable]:
-    """The model on its layout, its number of parameters, and the learning rate of every step."""
-    from jax_titan.models.llama import LlamaConfig, llama
-    from jax_titan.trainer.layout import MpmdLayout, SpmdLayout
-    from jax_titan.trainer.optimizer import RateTable, adamw
-
-    m, t, o = config.model, config.train, config.optimizer
-    model = llama(
-        LlamaConfig(
-            layers=m.layers,
-            dim=m.dim,
-            heads=m.heads,
-            kv_heads=m.kv_heads,
-            head_dim=m.head_dim or m.dim // m.heads,
-            ffn_dim=m.ffn_dim,
-            vocab_size=m.vocab_size or store.vocab_size,
-            rope_theta=m.rope_theta,
-            norm_eps=m.norm_eps,
-            init_std=m.init_std,
-            tied=m.tied,
-            dtype=m.dtype,
-            sequence_length=t.sequence_length,
-        )
-    )
-    optimizer = adamw(
-        learning_rate=o.learning_rate,
-        schedule=o.schedule,
-        steps=t.steps,
-        warmup_steps=o.warmup_steps,
-        final_fraction=o.final_fraction,
-        b1=o.b1,
-        b2=o.b2,
-        eps=o.eps,
-        weight_decay=o.weight_decay,
-        clip_norm=o.clip_norm,
-    )
-    shape = (t.batch, t.sequence_length)
-    if config.parallel.layout == "mpmd":
-        layout = MpmdLayout(model, optimizer, devices, config.pipeline.schedule, t.microbatches, shape)
-    else:
-        layout = SpmdLayout(model, optimizer, devices, t.microbatches, shape)
-    return layout, model.parameter_count(), RateTable(optimizer.learning_rate)
-
-
-def _open_run(
-    config: Config, store: TokenStore, layout: Layout, learning_rates: RateTable, stack: ExitStack
-) -> _Run:
-    """Make or reopen the run directory, and the state at the last checkpoint in it."""
+def _open_run(config: Config, store: TokenStore, layout: Layout, optimizer: Optimizer, stack: ExitStack) -> _Run:
+    """Make or reopen the run directory, and find the last checkpoint in it."""
     from jax_titan.trainer.checkpoint import Checkpoints
+    from jax_titan.trainer.optimizer import RateTable
 
     started = time.monotonic()
-    directory = config.run_dir
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        stack.enter_context(_sole_user(directory))
-    except OSError as error:
-        raise _unusable(directory, error) from error
+    directory = stack.enter_context(claim_run_dir(config))
     if not (directory / "config.toml").exists():  # first of all: it is what makes the directory a run
-        _write_atomically(directory / "config.toml", to_toml(config))
+        record_config(config)
     checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
     stack.callback(checkpoints.close)
     facts = {"data_digest": store.digest}
     step = checkpoints.latest_step
     if step is not None:
-        saved = checkpoints.facts(step)["data_digest"]
+        saved = checkpoints.facts(step).get("data_digest")
         if saved != store.digest:
             raise ConfigError(
                 [
@@ -386,7 +309,7 @@ def _open_run(
                     "restore it, or use another run.dir"
                 ]
             )
-    _write_atomically(directory / "config.toml", to_toml(config))
+    record_config(config)
     console = stack.enter_context(Console(config.train.steps))
     recorder = stack.enter_context(records.Recorder(directory / "events.jsonl", listeners=[console.show]))
     t = config.train
@@ -404,7 +327,7 @@ def _open_run(
         checkpoints=checkpoints,
         recorder=recorder,
         console=console,
-        learning_rates=learning_rates,
+        learning_rates=RateTable(optimizer.learning_rate),
         facts=facts,
         start_step=step or 0,
         end_step=min(t.stop_after or t.steps, t.steps),
@@ -413,79 +336,5 @@ def _open_run(
     )
 
 
-@contextmanager
-def _sole_user(directory: Path) -> Iterator[None]:
-    """Hold a run directory for this process; the system lets go of it when the process ends, however it ends."""
-    try:
-        import fcntl
-    except ImportError:  # a system without such locks
-        yield
-        return
-    with (directory / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ConfigError(
-                [f"run.dir: {directory} is in use by another process; wait for it, or use another"]
-            ) from error
-        except OSError:  # a file system without locks
-            pass
-        yield
-
-
 def _digest(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            mask = os.umask(0)
-            os.umask(mask)
-            os.fchmod(file.fileno(), 0o666 & ~mask)  # a temporary file is its owner's alone
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-class _Signals:
-    """While entered, SIGINT and SIGTERM ask the loop to stop after the step; a second SIGINT stops at once."""
-
-    def __init__(self):
-        self._asked: list[str] = []
-        self._ignored = False
-        self._previous: dict[int, Any] = {}
-
-    def asked(self) -> str | None:
-        """The first signal that came, or None."""
-        return self._asked[0] if self._asked else None
-
-    def ignore(self) -> None:
-        """From here on the work is done and saved: a signal changes nothing."""
-        self._ignored = True
-
-    def __enter__(self) -> _Signals:
-        with suppress(ValueError):  # not the main thread: whoever called has the signals
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, _frame: Any) -> None:
-        if self._ignored:
-            return
-        if self._asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._asked.append(signal.Signals(number).name.lower())
-        hint = "; Ctrl-C again stops at once" if number == signal.SIGINT else ""
-        # Straight to the descriptor: a stream may be in the middle of a write, or its reader gone.
-        with suppress(OSError):
-            os.write(2, f"\nstopping once the step is done and saved{hint}\n".encode())

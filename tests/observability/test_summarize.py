@@ -115,6 +115,7 @@ def test_a_whole_run(run: Run):
         "tokens": 400,
         "first_loss": 9.0,
         "last_loss": 6.0,
+        "evaluations": 2,
         "first_eval_loss": 6.0,
         "last_eval_loss": 4.0,
         "bits_per_byte": 1.75,
@@ -334,7 +335,7 @@ def test_the_table_reads_with_units(run: Run):
     assert texts["steps"] == "3 of 4; 1 more lost to restarts"
     assert texts["tokens"] == "12,545"
     assert texts["train loss"] == "9.0000 -> 7.0000 nats/token"
-    assert texts["eval loss"] == "not measured -> not measured nats/token"
+    assert texts["eval loss"] == "not measured"
     assert texts["throughput"] == "24,690 tokens/s (median)"
     assert texts["parameters"] == "1,234,567"
     assert texts["layout"] == "mpmd, 4 stages, 1f1b, 8 microbatches"

@@ -69,6 +69,7 @@ def summarize(run_dir: str | os.PathLike[str]) -> dict[str, Any]:
         "tokens": sum(_values(work.steps, "tokens")),
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
+        "evaluations": len(eval_losses),
         "first_eval_loss": eval_losses[0] if eval_losses else None,
         "last_eval_loss": eval_losses[-1] if eval_losses else None,
         "bits_per_byte": work.evals[max(work.evals)].get("bits_per_byte") if work.evals else None,
@@ -252,11 +253,8 @@ def format_summary(summary: dict[str, Any]) -> str:
         ("attempts", show("attempts", count_text)),
         ("checkpoints", show("checkpoints", count_text)),
         ("tokens", show("tokens", count_text)),
-        ("train loss", f"{show('first_loss', _loss_text)} -> {show('last_loss', _loss_text)} nats/token"),
-        (
-            "eval loss",
-            f"{show('first_eval_loss', _loss_text)} -> {show('last_eval_loss', _loss_text)} nats/token",
-        ),
+        ("train loss", _course_text(summary, "first_loss", "last_loss", summary["steps"])),
+        ("eval loss", _course_text(summary, "first_eval_loss", "last_eval_loss", summary["evaluations"])),
         ("unigram loss", show("unigram_loss", _loss_text, "nats/token")),
         ("bits per byte", show("bits_per_byte", _loss_text)),
         ("throughput", show("tokens_per_second", significant_text, "tokens/s (median)")),
@@ -276,6 +274,14 @@ def format_summary(summary: dict[str, Any]) -> str:
         rows.append(("unreadable lines", f"{count_text(summary['unreadable_lines'])} in {EVENTS_FILE}"))
     width = max(len(label) for label, _ in rows)
     return "\n".join(f"{label:<{width}}  {text}" for label, text in rows)
+
+
+def _course_text(summary: dict[str, Any], first: str, last: str, count: int) -> str:
+    """From the first to the last value; a single one is no course."""
+    show = _Shower(summary)
+    if count < 2:
+        return show(last, _loss_text, "nats/token")
+    return f"{show(first, _loss_text)} -> {show(last, _loss_text)} nats/token"
 
 
 @dataclasses.dataclass(frozen=True)

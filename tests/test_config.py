@@ -218,10 +218,7 @@ OUT_OF_RANGE = {
         f"{name} 1": f"{name}: 1.0 is too large; use less than 1"
         for name in ("optimizer.b1", "optimizer.b2", "data.validation_fraction")
     },
-    **{
-        f"{name} 2": f"{name}: 2 is not supported yet; use 1"
-        for name in ("parallel.fsdp", "parallel.tensor", "parallel.context", "pipeline.chunks")
-    },
+    **{f"{name} 2": f"{name}: 2 is not supported yet; use 1" for name in ("parallel.context", "pipeline.chunks")},
     "optimizer.final_fraction 1.5": "optimizer.final_fraction: 1.5 is too large; use 1 or less",
     "data.validation_fraction -1": "data.validation_fraction: -1.0 is too small; use 0 or more",
     f"run.seed {2**32}": f"run.seed: {2**32} is too large; use {2**32 - 1} or less",
@@ -256,12 +253,56 @@ CONTRADICTIONS = {
     ),
     "--data.text_field=": ("data.text_field: '' is empty; name the field of the JSON lines, such as text"),
     "--train.batch 25": ("train.batch: 25 is not a multiple of the 8 train.microbatches; change one of them"),
-    "--parallel.layout spmd --parallel.data 2": (
-        "parallel.data: 2 does not divide the 3 sequences of a microbatch "
+    **{
+        f"--parallel.layout {layout} --parallel.data 2": (
+            "parallel.data: data 2 x fsdp 1 does not divide the 3 sequences of a microbatch "
+            "(train.batch / train.microbatches); change one of them"
+        )
+        for layout in ("spmd", "mpmd")
+    },
+    "--parallel.data 3 --pipeline.fsdp 1,2,1,1": (
+        "pipeline.fsdp: data 3 x fsdp 2 does not divide the 3 sequences of a microbatch "
         "(train.batch / train.microbatches); change one of them"
     ),
-    "--parallel.data 3": (
-        "parallel.data: 3 is not supported yet with layout mpmd; use 1, or parallel.layout spmd"
+    "--parallel.fsdp 3 --model.dim 128": ("parallel.fsdp: 3 does not divide model.dim 128; change one of them"),
+    "--parallel.tensor 4": "parallel.tensor: 4 does not divide model.kv_heads 2; change one of them",
+    "--parallel.tensor 8 --model.kv_heads 8 --model.heads 8 --model.ffn_dim 92": (
+        "parallel.tensor: 8 does not divide model.ffn_dim 92; change one of them"
+    ),
+    "--parallel.tensor 3 --model.kv_heads 3 --model.heads 6 --model.head_dim 8 --model.ffn_dim 4": (
+        "parallel.tensor: 3 does not divide model.ffn_dim 4; change one of them"
+    ),
+    "--pipeline.tensor 1,2,4,1 --model.kv_heads 4 --model.heads 4 --model.ffn_dim 90": (
+        "pipeline.tensor: 4 does not divide model.ffn_dim 90; change one of them"
+    ),
+    "--pipeline.tensor 1,2": "pipeline.tensor: 2 numbers for 4 pipeline.stages; write one for each stage",
+    "--pipeline.data 1,x,1,1": (
+        "pipeline.data: 'x' is not a number of parts; write one for each stage, such as 1,2,1"
+    ),
+    "--pipeline.fsdp 1,0,1,1": (
+        "pipeline.fsdp: '0' is not a number of parts; write one for each stage, such as 1,2,1"
+    ),
+    "--parallel.scan_layers true": (
+        "parallel.scan_layers: true is for parallel.layout spmd; use false, or that layout"
+    ),
+    "--train.remat ful": (
+        "train.remat: 'ful' is unknown; did you mean full? (known: none, full, dots, or a list of query, key, "
+        "value, attention, attention_out, ffn_gate, ffn_up, ffn_out)"
+    ),
+    "--model.rope_factor 8 --model.rope_high_freq_factor 1": (
+        "model.rope_high_freq_factor: 1.0 is not more than model.rope_low_freq_factor 1.0; use 4 and 1"
+    ),
+    "--model.init_from nowhere": (
+        "model.init_from: 'CWD/nowhere' has no checkpoints; name the directory of a run, or nothing"
+    ),
+    "--data.tokenizer huggingface --data.tokenizer_file nowhere": (
+        "data.tokenizer_file: 'CWD/nowhere' does not exist"
+    ),
+    "--data.tokenizer bytes --data.tokenizer_file file.txt": (
+        "data.tokenizer_file: 'CWD/file.txt' is not for tokenizer bytes, which needs none; leave it empty"
+    ),
+    "--data.mixture a=1 --data.path file.txt": (
+        "data.mixture: it names the corpora, and so does data.path; leave one of them empty"
     ),
     "--pipeline.stages 9": (
         "pipeline.stages: 9 is more than the 6 units of the model (embed, 4 layers, head); "
@@ -279,7 +320,7 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize(("line", "problem"), CONTRADICTIONS.items())
 def test_contradiction_is_the_only_problem(line: str, problem: str, tmp_path: Path):
     (tmp_path / "file.txt").write_text("text")
-    assert problems_of(*line.split()) == [problem]
+    assert problems_of(*line.split()) == [problem.replace("CWD", os.getcwd())]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +328,7 @@ def test_contradiction_is_the_only_problem(line: str, problem: str, tmp_path: Pa
     [
         ("missing.txt", "does not exist"),
         ("empty.txt", "is empty"),
-        ("nothing", "holds no *.txt or *.jsonl files (plain, .gz or .xz)"),
+        ("nothing", "holds no *.txt, *.jsonl (plain, .gz or .xz) or *.parquet files"),
         ("hollow", "is empty"),
     ],
 )
@@ -552,6 +593,7 @@ def test_the_record_of_a_run_goes_on_with_the_run_it_lies_in(tmp_path: Path, mon
 def test_fixed_fields_are_those_that_decide_the_numbers():
     may_change = {
         *("run.dir", "data.cache", "train.steps", "train.stop_after", "train.microbatches"),
+        *("train.remat", "train.loss_chunk", "train.loss_accumulator"),
         *(
             name
             for name in FIELDS

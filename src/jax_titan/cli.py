@@ -38,8 +38,14 @@ class Command:
 
 
 def train(arguments: list[str]) -> int:
-    """Train; the trainer's exit code is the command's."""
+    """Train; the trainer's exit code is the command's. With --dry-run only say what would be done."""
+    arguments, dry = _without("--dry-run", arguments)
+    if not dry and "--json" in arguments:
+        raise UsageError("train: --json is for --dry-run; the record of a run is events.jsonl in its directory")
+    arguments, as_json = _without("--json", arguments)
     config = load(*_source_and_flags("train", arguments))
+    if dry:
+        return _dry_run(config, as_json)
     from jax_titan.data.errors import DataError
     from jax_titan.trainer.errors import RunError
     from jax_titan.trainer.train import train as run
@@ -53,9 +59,21 @@ def train(arguments: list[str]) -> int:
         return FAILED
 
 
+def _dry_run(config: Config, as_json: bool) -> int:
+    from jax_titan.data.errors import DataError
+    from jax_titan.trainer.dryrun import DryRun
+
+    try:
+        plan = DryRun.of(config)
+    except DataError as error:
+        raise UsageError(str(error)) from error
+    print(json.dumps(plan.to_json(), indent=2) if as_json else "\n".join(plan.lines()))
+    return OK
+
+
 def prepare(arguments: list[str]) -> int:
     """Tokenize the corpus into its store, or find it there, and say what it holds."""
-    arguments, as_json = _without_json(arguments)
+    arguments, as_json = _without("--json", arguments)
     config = load(*_source_and_flags("prepare", arguments))
     facts = _prepared(config)
     print(json.dumps(facts, indent=2) if as_json else _store_text(facts))
@@ -63,19 +81,21 @@ def prepare(arguments: list[str]) -> int:
 
 
 def _prepared(config: Config) -> dict[str, Any]:
-    from jax_titan.data.corpus import CorpusSpec
     from jax_titan.data.errors import DataError
-    from jax_titan.data.progress import rich_progress
-    from jax_titan.data.store import prepare as run
+    from jax_titan.trainer.corpus import open_store
 
-    data = config.data
-    spec = CorpusSpec(data.path, data.tokenizer, data.vocab_size, data.text_field, data.validation_fraction)
     try:
-        with rich_progress() as progress:
-            store = run(spec, config.cache_dir, progress)
+        store = open_store(config)
     except DataError as error:
         raise UsageError(str(error)) from error
-    facts = {"directory": str(store.directory), "tokenizer": data.tokenizer, "vocab_size": store.vocab_size}
+    tokenizer = config.data.tokenizer
+    facts = {
+        "directory": [str(directory) for directory in store.directories],
+        "tokenizer": tokenizer,
+        "vocab_size": store.vocab_size,
+    }
+    if len(store.directories) == 1:
+        facts["directory"] = facts["directory"][0]
     splits = {
         split: {"documents": store.documents(split), "tokens": store.tokens(split)}
         for split in ("train", "validation")
@@ -90,14 +110,14 @@ def _store_text(facts: dict[str, Any]) -> str:
     }
     rows |= {
         "vocabulary": f"{facts['vocab_size']:,} tokens ({facts['tokenizer']})",
-        "store": facts["directory"],
+        "store": facts["directory"] if isinstance(facts["directory"], str) else ", ".join(facts["directory"]),
     }
     return "\n".join(f"{label:<12}{text}" for label, text in rows.items())
 
 
 def summarize(arguments: list[str]) -> int:
     """Say what happened in a run."""
-    arguments, as_json = _without_json(arguments)
+    arguments, as_json = _without("--json", arguments)
     for argument in arguments:
         if argument.startswith("-"):
             raise UsageError(f"summarize: {show(argument)} is unknown; the only flag is --json")
@@ -119,8 +139,8 @@ def summarize(arguments: list[str]) -> int:
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "train": Command(
-            usage="train PRESET|FILE.toml",
-            summary="Train a model, or continue its run; makes a run directory.",
+            usage="train PRESET|FILE.toml [--dry-run [--json]]",
+            summary="Train a model, or continue its run; makes a run directory. --dry-run only tells the plan.",
             example="train llama3-debug --train.steps 20 --run.dir runs/first",
             sections=tuple(SECTIONS),
             run=train,
@@ -214,8 +234,11 @@ def _source_and_flags(command: str, arguments: list[str]) -> tuple[str, list[str
     return arguments[0], arguments[1:]
 
 
-def _without_json(arguments: list[str]) -> tuple[list[str], bool]:
-    return [argument for argument in arguments if argument != "--json"], "--json" in arguments
+def _without(flag: str, arguments: list[str]) -> tuple[list[str], bool]:
+    """The arguments without a flag that takes no value, in either spelling, and whether it was there."""
+    spellings = (flag, "--" + flag[2:].replace("-", "_"))
+    rest = [argument for argument in arguments if argument not in spellings]
+    return rest, len(rest) < len(arguments)
 
 
 def _overview() -> str:

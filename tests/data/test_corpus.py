@@ -113,7 +113,7 @@ def test_a_missing_path_is_named(tmp_path: Path):
 
 def test_a_directory_without_text_is_named(tmp_path: Path):
     (tmp_path / "a.pdf").write_text("x")
-    assert error_of(tmp_path).startswith(f"data.path: {tmp_path} holds no *.txt or *.jsonl files")
+    assert error_of(tmp_path).startswith(f"data.path: {tmp_path} holds no *.txt, *.jsonl (plain, .gz or .xz) or ")
 
 
 def test_what_is_neither_file_nor_directory_is_refused(tmp_path: Path):
@@ -187,5 +187,5 @@ def test_a_validation_fraction_outside_its_range_is_refused(fraction: float):
 
 
 def test_an_unknown_tokenizer_is_refused():
-    with pytest.raises(DataError, match=r"data\.tokenizer: 'words' is not known; use 'bytes' or 'bpe'"):
+    with pytest.raises(DataError, match=r"data\.tokenizer: 'words' is not known; use one of 'bytes', 'bpe'"):
         CorpusSpec(tokenizer="words")  # pyright: ignore[reportArgumentType]

@@ -293,6 +293,30 @@ def test_packed_documents_equal_separate_ones(causal: bool, rng: np.random.Gener
     np.testing.assert_allclose(packed, jnp.concatenate([first, second], axis=1), rtol=1e-13, atol=1e-14)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.usefixtures("x64")
+def test_queries_find_the_keys_of_other_places_by_segment_and_position(
+    causal: bool, rng: np.random.Generator
+) -> None:
+    q, k, v = (jnp.asarray(rng.normal(size=(B, T, heads, H))) for heads in (N, K, K))
+    segments, places = jnp.asarray(SEGMENTS_BT), jnp.tile(jnp.arange(T), (B, 1))
+    whole = ops.attention(q, k, v, segments, causal=causal)
+    # The last two queries of the first row and some two of the second, and the keys in another order.
+    rows, asked = jnp.arange(B)[:, None], jnp.array([[4, 5], [1, 3]])
+    mixed = jnp.asarray(rng.permutation(T))
+    part = ops.attention(
+        q[rows, asked],
+        k[:, mixed],
+        v[:, mixed],
+        segments[rows, asked],
+        causal=causal,
+        positions_BT=places[rows, asked],
+        key_segments_BS=segments[:, mixed],
+        key_positions_BS=places[:, mixed],
+    )
+    np.testing.assert_allclose(part, whole[rows, asked], rtol=1e-13, atol=1e-14)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("causal", [True, False])
 def test_padding_gives_zeros_forward_and_backward(
@@ -360,5 +384,15 @@ def test_exact_gelu_gates_too() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="3 query heads are no multiple of 2"):
         ops.attention(jnp.ones((1, 2, 3, 4)), jnp.ones((1, 2, 2, 4)), jnp.ones((1, 2, 2, 4)))
+    q, k = jnp.ones((1, 2, 1, 4)), jnp.ones((1, 3, 1, 4))
+    of_q, of_k = jnp.ones((1, 2), jnp.int32), jnp.ones((1, 3), jnp.int32)
+    with pytest.raises(ValueError, match="3 keys for 2 queries"):
+        ops.attention(q, k, k)
+    with pytest.raises(ValueError, match="3 keys for 2 queries"):
+        ops.attention(q, k, k, of_q, positions_BT=of_q, key_positions_BS=of_k)
+    with pytest.raises(ValueError, match="positions and key_positions go together"):
+        ops.attention(q, k, k, of_q, key_segments_BS=of_k, positions_BT=of_q)
+    with pytest.raises(ValueError, match="key_segments without segments"):
+        ops.attention(q, k, k, key_segments_BS=of_k, positions_BT=of_q, key_positions_BS=of_k)
     with pytest.raises(ValueError, match="'relu' is none of"):
         ops.glu(jnp.ones(2), jnp.ones(2), activation="relu")

@@ -7,8 +7,10 @@ import jax
 import numpy as np
 
 from jax_titan.config import load
+from jax_titan.parallel.mesh import Degrees, make_mesh
 from jax_titan.trainer.build import build_model, build_optimizer
-from jax_titan.trainer.layout import MpmdLayout, SpmdLayout
+from jax_titan.trainer.mpmd import MpmdLayout
+from jax_titan.trainer.spmd import SpmdLayout
 
 BATCH = 24
 
@@ -17,8 +19,10 @@ def demo_model(tied: bool, dtype: Any, **changes):
     """The model of the preset llama3-debug, with a fixed vocabulary; `changes` are fields of its sections."""
     config = load("llama3-debug", [])
     length = changes.pop("sequence_length", config.train.sequence_length)
+    train = dataclasses.replace(
+        config.train, sequence_length=length, loss_chunk=changes.pop("loss_chunk", config.train.loss_chunk)
+    )
     model = dataclasses.replace(config.model, tied=tied, dtype=dtype, **changes)
-    train = dataclasses.replace(config.train, sequence_length=length)
     return build_model(dataclasses.replace(config, model=model, train=train), config.data.vocab_size)
 
 
@@ -52,11 +56,22 @@ def batch(seed: int, vocab_size: int, length: int, sequences: int = BATCH) -> di
     }
 
 
+def make_meshes(*degrees: Degrees | tuple[int, int, int]) -> list[Any]:
+    """Meshes of consecutive devices; a tuple is (data, fsdp, tensor)."""
+    meshes, rest = [], jax.devices()
+    for one in degrees:
+        one = one if isinstance(one, Degrees) else Degrees(*one)
+        meshes.append(make_mesh(rest[: one.devices], one))
+        rest = rest[one.devices :]
+    return meshes
+
+
 def make_layout(model, optimizer, stages: int, schedule: str, microbatches: int, shape) -> Any:
-    """`stages` 0 is SPMD on one device."""
+    """`stages` 0 is SPMD on one device; each stage has one device."""
+    meshes = make_meshes(*[Degrees()] * max(1, stages))
     if stages == 0:
-        return SpmdLayout(model, optimizer, jax.devices()[:1], microbatches, shape)
-    return MpmdLayout(model, optimizer, jax.devices()[:stages], schedule, microbatches, shape)
+        return SpmdLayout(model, optimizer, meshes[0], microbatches, shape)
+    return MpmdLayout(model, optimizer, meshes, schedule, microbatches, shape)
 
 
 def run(layout, batches):

@@ -178,19 +178,6 @@ def test_fewer_microbatches_than_stages_work():
             np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_spmd_over_a_data_axis_gives_the_numbers_of_one_device(devices):
-    from jax_titan.trainer.layout import SpmdLayout
-
-    with jax.enable_x64():
-        model = small_model(dtype="float64")
-        some = [batch(s, 61, 32) for s in range(3)]
-        expected = run(make_layout(model, demo_optimizer(), 0, "", 3, (BATCH, 32)), some)
-        found = run(SpmdLayout(model, demo_optimizer(), jax.devices()[:devices], 3, (BATCH, 32)), some)
-        np.testing.assert_allclose(found[0], expected[0], rtol=1e-10)
-        np.testing.assert_allclose(found[1], expected[1], rtol=1e-10)
-
-
 @pytest.mark.parametrize("stages", [0, 3])
 def test_changing_one_packed_document_moves_no_loss_of_another(stages):
     """Each token's loss is a function of its logits; weights pick the tokens of all documents but one."""

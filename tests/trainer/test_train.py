@@ -191,7 +191,7 @@ def test_the_record_adds_up(straight):
 
 
 def test_a_crash_is_recorded_and_raised(tmp_path, monkeypatch):
-    from jax_titan.trainer.layout import MpmdLayout
+    from jax_titan.trainer.mpmd import MpmdLayout
 
     step, calls = MpmdLayout.step, []
 

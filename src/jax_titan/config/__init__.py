@@ -16,6 +16,7 @@ from jax_titan.config.problems import ConfigError, show, suggestion
 from jax_titan.config.reading import from_toml, load
 from jax_titan.config.record import FIXED, fixed_differences, to_toml
 from jax_titan.config.sections import (
+    KEPT_NAMES,
     Checkpoint,
     Config,
     Data,
@@ -34,6 +35,7 @@ __all__ = [
     "CHECKS",
     "FIELDS",
     "FIXED",
+    "KEPT_NAMES",
     "SECTIONS",
     "Checkpoint",
     "Config",

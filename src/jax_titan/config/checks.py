@@ -6,8 +6,9 @@ from typing import Any, cast
 
 from jax_titan.config.draft import Draft
 from jax_titan.config.fields import SECTIONS, Value
-from jax_titan.config.problems import show
-from jax_titan.config.sections import Config
+from jax_titan.config.problems import show, suggestion
+from jax_titan.config.sections import KEPT_NAMES, Config, per_stage
+from jax_titan.parallel.mesh import AXES, Degrees
 
 BYTE_VOCABULARY = 258  # 256 bytes, begin of document, end of document: the least a tokenizer here can have
 
@@ -68,7 +69,27 @@ def _heads_share_keys(c: Config) -> str | None:
     return None
 
 
+def _stretch_is_between_two_lengths(c: Config) -> str | None:
+    low, high = c.model.rope_low_freq_factor, c.model.rope_high_freq_factor
+    if c.model.rope_factor != 1 and high <= low:
+        return (
+            f"model.rope_high_freq_factor: {high} is not more than model.rope_low_freq_factor {low}; use 4 and 1"
+        )
+    return None
+
+
+def _weights_to_start_from_are_there(c: Config) -> str | None:
+    path = c.model.init_from
+    if (c.run_dir / "checkpoints").is_dir():
+        return None  # the run has weights of its own
+    if not path or os.path.isdir(os.path.join(path, "checkpoints")):
+        return None
+    return f"model.init_from: {show(path)} has no checkpoints; name the directory of a run, or nothing"
+
+
 def _model_knows_all_tokens(c: Config) -> str | None:
+    if c.data.tokenizer in ("llama3", "huggingface") or c.data.tokenizer_file:
+        return None  # known when the file is read
     tokens = c.data.vocab_size if c.data.tokenizer == "bpe" else BYTE_VOCABULARY
     if 0 < c.model.vocab_size < tokens:
         have, what = c.model.vocab_size, f"the {tokens} tokens of the {c.data.tokenizer} tokenizer"
@@ -77,9 +98,35 @@ def _model_knows_all_tokens(c: Config) -> str | None:
 
 
 def _bpe_holds_all_bytes(c: Config) -> str | None:
-    if c.data.tokenizer == "bpe" and c.data.vocab_size < BYTE_VOCABULARY:
+    if c.data.tokenizer == "bpe" and not c.data.tokenizer_file and c.data.vocab_size < BYTE_VOCABULARY:
         least = f"{BYTE_VOCABULARY} (256 bytes, begin and end of document)"
         return f"data.vocab_size: {c.data.vocab_size} is too small for a BPE; use at least {least}"
+    return None
+
+
+def _tokenizer_is_there(c: Config) -> str | None:
+    path = c.data.tokenizer_file
+    if not path:
+        return None
+    if c.data.tokenizer == "bytes":
+        return f"data.tokenizer_file: {show(path)} is not for tokenizer bytes, which needs none; leave it empty"
+    if not os.path.exists(path):
+        return f"data.tokenizer_file: {show(path)} does not exist"
+    return None
+
+
+def _corpora_are_there(c: Config) -> str | None:
+    if not c.data.mixture:
+        return None
+    if c.data.path:
+        return "data.mixture: it names the corpora, and so does data.path; leave one of them empty"
+    from jax_titan.data.corpus import parse_mixture
+    from jax_titan.data.errors import DataError
+
+    try:
+        parse_mixture(c.data.mixture)
+    except DataError as error:
+        return str(error)
     return None
 
 
@@ -120,18 +167,83 @@ def _microbatches_are_equal(c: Config) -> str | None:
     return None
 
 
-def _replicas_are_equal(c: Config) -> str | None:
-    batch, parts, replicas = c.train.batch, c.train.microbatches, c.parallel.data
-    if batch % parts == 0 and (batch // parts) % replicas:
-        have = f"{batch // parts} sequences of a microbatch (train.batch / train.microbatches)"
-        return f"parallel.data: {replicas} does not divide the {have}; change one of them"
+def _degrees_are_lists(axis: str) -> Callable[[Config], str | None]:
+    def check(c: Config) -> str | None:
+        text = getattr(c.pipeline, axis)
+        if c.parallel.layout == "spmd":
+            return None
+        try:
+            per_stage(text, getattr(c.parallel, axis), c.pipeline.stages)
+        except ValueError as error:
+            return f"pipeline.{axis}: {error}"
+        return None
+
+    return check
+
+
+def _degrees(c: Config) -> tuple[Degrees, ...]:
+    """The meshes; none when the lists of the pipeline are wrong, of which another check tells."""
+    try:
+        return c.degrees
+    except ValueError:
+        return ()
+
+
+def _field_of(c: Config, axis: str) -> str:
+    """The field that says how an axis is split, for messages."""
+    own = c.parallel.layout == "mpmd" and getattr(c.pipeline, axis).strip()
+    return f"pipeline.{axis}" if own else f"parallel.{axis}"
+
+
+def _sequences_are_shared(c: Config) -> str | None:
+    batch, count = c.train.batch, c.train.microbatches
+    if batch % count:
+        return None  # said by another check
+    for degrees in _degrees(c):
+        if (batch // count) % degrees.batch_parts:
+            axis = "data" if (batch // count) % degrees.data else "fsdp"
+            split = f"data {degrees.data} x fsdp {degrees.fsdp}"
+            have = f"{batch // count} sequences of a microbatch (train.batch / train.microbatches)"
+            return f"{_field_of(c, axis)}: {split} does not divide the {have}; change one of them"
     return None
 
 
-def _data_parallel_is_spmd(c: Config) -> str | None:
-    if c.parallel.data > 1 and c.parallel.layout == "mpmd":
-        way_out = "use 1, or parallel.layout spmd"
-        return f"parallel.data: {c.parallel.data} is not supported yet with layout mpmd; {way_out}"
+def _width_is_shared(c: Config) -> str | None:
+    for degrees in _degrees(c):
+        if c.model.dim % degrees.fsdp:
+            field = _field_of(c, "fsdp")
+            return f"{field}: {degrees.fsdp} does not divide model.dim {c.model.dim}; change one of them"
+    return None
+
+
+def _products_are_shared(name: str) -> Callable[[Config], str | None]:
+    def check(c: Config) -> str | None:
+        for degrees in _degrees(c):
+            if (size := getattr(c.model, name)) % degrees.tensor:
+                field = _field_of(c, "tensor")
+                return f"{field}: {degrees.tensor} does not divide model.{name} {size}; change one of them"
+        return None
+
+    return check
+
+
+def _scan_is_spmd(c: Config) -> str | None:
+    if c.parallel.scan_layers and c.parallel.layout == "mpmd":
+        return "parallel.scan_layers: true is for parallel.layout spmd; use false, or that layout"
+    return None
+
+
+def _remat_is_known(c: Config) -> str | None:
+    remat = c.train.remat
+    if remat in ("none", "full", "dots"):
+        return None
+    names = [name.strip() for name in remat.split(",")]
+    if unknown := [name for name in names if name not in KEPT_NAMES]:
+        known = (*("none", "full", "dots"), *KEPT_NAMES)
+        return (
+            f"train.remat: {show(unknown[0])} is unknown{suggestion(unknown[0], known)} (known: none, full, dots, "
+            f"or a list of {', '.join(KEPT_NAMES)})"
+        )
     return None
 
 
@@ -151,8 +263,8 @@ def _virtual_devices_are_of_cpu(c: Config) -> str | None:
 
 
 def _devices_suffice(c: Config) -> str | None:
-    if 0 < c.platform.devices < c.devices_needed:
-        have, need = c.platform.devices, c.devices_needed
+    have, need = c.platform.devices, sum(degrees.devices for degrees in _degrees(c))
+    if 0 < have < need:
         return f"platform.devices: {have} is less than the {need} the layout needs; use 0 or at least {need}"
     return None
 
@@ -161,14 +273,22 @@ CHECKS: tuple[Callable[[Config], str | None], ...] = (
     _head_width,
     _head_is_even,
     _heads_share_keys,
+    _stretch_is_between_two_lengths,
+    _weights_to_start_from_are_there,
     _model_knows_all_tokens,
     _bpe_holds_all_bytes,
+    _tokenizer_is_there,
+    _corpora_are_there,
     _corpus_is_there,
     _text_field_has_a_name,
     _run_dir_can_be_made,
     _microbatches_are_equal,
-    _replicas_are_equal,
-    _data_parallel_is_spmd,
+    *map(_degrees_are_lists, AXES),
+    _sequences_are_shared,
+    _width_is_shared,
+    *map(_products_are_shared, ("kv_heads", "ffn_dim")),  # what divides kv_heads divides heads
+    _scan_is_spmd,
+    _remat_is_known,
     _stages_have_units,
     _virtual_devices_are_of_cpu,
     _devices_suffice,

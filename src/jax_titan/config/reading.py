@@ -51,6 +51,8 @@ def _resolved_paths(values: Mapping[str, Value], name: str) -> dict[str, Value]:
     return {
         "run.dir": os.path.expanduser(str(values["run.dir"])) or os.path.join("runs", name),
         "data.path": absolute(str(values["data.path"])),
+        "data.tokenizer_file": absolute(str(values["data.tokenizer_file"])),
+        "model.init_from": absolute(str(values["model.init_from"])),
         "data.cache": os.path.expanduser(str(values["data.cache"])),
     }
 

@@ -42,7 +42,8 @@ def fixed_differences(saved: Config, now: Config) -> list[str]:
     """One line for each field that a run must keep but that differs between its record and the present."""
     before, after = values_of(saved), values_of(now)
     for values in (before, after):
-        values["data.path"] = absolute(str(values["data.path"]))
+        for path in ("data.path", "data.tokenizer_file", "model.init_from"):
+            values[path] = absolute(str(values[path]))
     return [
         f"{name}: {show(before[name])} in the run, {show(after[name])} now"
         for name in FIXED

@@ -24,7 +24,7 @@ class SplitPlan:
 
     Args:
         validates: whether each document is for validation, bool [documents].
-        text_bytes: UTF-8 bytes of each document, int64 [documents].
+        text_bytes: UTF-8 bytes of each document, its prompt included, int64 [documents].
         cut_at_byte: where the only document of the corpus is cut; None when there are several, or no
             validation.
     """
@@ -54,9 +54,9 @@ def plan_split(spec: CorpusSpec, files: list[CorpusFile], progress: Progress) ->
     """
     corpus_bytes = sum(file.size_bytes for file in files)
     sizes, digests, last_text = array("q"), bytearray(), b""
-    for document in read_documents(files, spec.text_field):
-        sizes.append(len(document.text))
-        digests += xxhash.xxh3_64_digest(document.text)
+    for document in read_documents(files, spec.text_field, spec.prompt_field):
+        sizes.append(document.all_bytes)
+        digests += xxhash.xxh3_64_digest(document.prompt + document.text)
         last_text = document.text
         progress(document.corpus_bytes, corpus_bytes, SCANNING)
     if not sizes:
@@ -68,6 +68,11 @@ def plan_split(spec: CorpusSpec, files: list[CorpusFile], progress: Progress) ->
         return SplitPlan(np.zeros(len(sizes), bool), text_bytes)
     if len(sizes) > 1:
         return SplitPlan(choose_validation(text_bytes, np.frombuffer(digests, ">u8"), fraction), text_bytes)
+    if spec.prompt_field:
+        raise DataError(
+            f"data.path: {spec.path} holds a single document with a prompt, which cannot be cut in two; give "
+            "more, or set data.validation_fraction to 0"
+        )
     cut = cut_byte(last_text, fraction)
     if cut is None:
         raise DataError(

@@ -12,8 +12,6 @@ import logging
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -35,9 +33,9 @@ from jax_titan.data.progress import TOKENIZING, TRAINING, Progress, silent
 from jax_titan.data.split import SplitPlan, plan_split
 from jax_titan.data.tokenizer import (
     SMALLEST_VOCAB,
-    ByteTokenizer,
     Tokenizer,
     load,
+    open_tokenizer,
     pieces,
     train_bpe,
 )
@@ -81,6 +79,7 @@ class StoreMeta:
         tokenizer: `kind`, `vocab_size` and `digest` of the tokenizer.
         dtype: of the tokens on disk.
         splits: counts of each split.
+        has_prompts: whether documents begin with tokens that are not scored.
         unigram_nats: see `TokenStore.unigram_nats`.
         files: `size_bytes` and `xxh3_128` of every other file of the store.
     """
@@ -96,6 +95,7 @@ class StoreMeta:
     splits: dict[Split, SplitMeta]
     unigram_nats: float | None
     files: dict[str, dict[str, Any]]
+    has_prompts: bool = False
 
 
 class TokenStore:
@@ -113,6 +113,15 @@ class TokenStore:
         self.tokenizer = tokenizer
         self._streams = {split: _map_tokens(directory, meta, split) for split in SPLITS}
         self._offsets = {split: np.load(directory / _index_name(split), mmap_mode="r") for split in SPLITS}
+        self._prompts = {
+            split: np.load(directory / _prompts_name(split), mmap_mode="r") if meta.has_prompts else None
+            for split in SPLITS
+        }
+
+    @property
+    def directories(self) -> list[Path]:
+        """Where it is; a mixture has several."""
+        return [self.directory]
 
     @property
     def digest(self) -> str:
@@ -139,6 +148,23 @@ class TokenStore:
     def offsets(self, split: Split) -> np.ndarray:
         """Where each document begins in `stream`, then the end: read-only int64 [documents + 1]."""
         return self._offsets[split]
+
+    def is_scored(self, split: Split, places: np.ndarray, documents: np.ndarray) -> np.ndarray:
+        """Whether targets count: not where they belong to a prompt.
+
+        Args:
+            split: which split.
+            places: where the targets lie in `stream`, any shape.
+            documents: which document each belongs to.
+
+        Returns:
+            bool, of that shape.
+        """
+        prompts = self._prompts[split]
+        if prompts is None:
+            return np.ones(places.shape, bool)
+        known = np.minimum(documents, len(prompts) - 1)  # padding belongs to a document that does not exist
+        return places - self._offsets[split][known] > prompts[known]
 
     def document(self, split: Split, i: int) -> np.ndarray:
         """One document.
@@ -173,7 +199,7 @@ class TokenStore:
 
 
 def prepare(spec: CorpusSpec, cache_dir: Path | str, progress: Progress | None = None) -> TokenStore:
-    """The token store of a corpus: from the cache, or built into it.
+    """The token store of a single corpus: from the cache, or built into it; see `mixture.prepare_corpora` for any.
 
     Processes may prepare the same store at the same time, and may be killed at any point.
 
@@ -189,11 +215,11 @@ def prepare(spec: CorpusSpec, cache_dir: Path | str, progress: Progress | None =
         DataError: the corpus or the cache directory is not usable; one line says where and the way out.
     """
     progress = progress or silent
-    if spec.tokenizer == "bpe" and spec.vocab_size < SMALLEST_VOCAB:
-        train_bpe([], spec.vocab_size)  # says so before the corpus is read
+    check_vocabulary(spec)
     files = find_files(spec.path)
+    tokenizer = None if spec.trains_tokenizer else open_tokenizer(spec.tokenizer, spec.tokenizer_file)
     identity = corpus_digest(files, progress)
-    digest = _store_digest(spec, files, identity)
+    digest = _store_digest(spec, files, identity, tokenizer)
     cache_dir = Path(cache_dir).expanduser()
     directory = cache_dir / digest
     try:
@@ -204,13 +230,19 @@ def prepare(spec: CorpusSpec, cache_dir: Path | str, progress: Progress | None =
                 _log.warning("token store %s is damaged, building it again (%s)", directory, problem.__cause__)
                 discard(directory)
         with building(directory) as temporary:
-            _build(temporary, spec, files, identity, digest, progress)
+            _build(temporary, spec, files, identity, digest, tokenizer, progress)
     except OSError as error:  # reading the corpus raises DataError, so this is the cache's
         raise DataError(
             f"data.cache: {cache_dir} cannot hold the token store ({error.strerror or error}); "
             "free space there or name a directory that can be written"
         ) from error
     return open_store(directory)
+
+
+def check_vocabulary(spec: CorpusSpec) -> None:
+    """Refuse a vocabulary that is too small to train before the corpus is read; raises DataError."""
+    if spec.trains_tokenizer and spec.vocab_size < SMALLEST_VOCAB:
+        train_bpe([], spec.vocab_size)
 
 
 def open_store(directory: Path | str, verify: bool = False) -> TokenStore:
@@ -258,6 +290,10 @@ def _index_name(split: Split) -> str:
     return f"{split}.index.npy"
 
 
+def _prompts_name(split: Split) -> str:
+    return f"{split}.prompts.npy"
+
+
 def _map_tokens(directory: Path, meta: StoreMeta, split: Split) -> np.ndarray:
     tokens = meta.splits[split].tokens
     if not tokens:  # nothing cannot be mapped
@@ -281,16 +317,21 @@ def _file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _store_digest(spec: CorpusSpec, files: list[CorpusFile], identity: str) -> str:
+def _store_digest(spec: CorpusSpec, files: list[CorpusFile], identity: str, tokenizer: Tokenizer | None) -> str:
     """A digest of what decides the content of a store, and of nothing else."""
     what = {
         "format": FORMAT,
         "corpus": identity,
         "tokenizer": spec.tokenizer,
-        "vocab_size": spec.vocab_size if spec.tokenizer == "bpe" else None,
-        "text_field": spec.text_field if any(file.is_jsonl for file in files) else None,
+        "vocab_size": spec.vocab_size if spec.trains_tokenizer else None,
+        "text_field": spec.text_field if any(file.has_fields for file in files) else None,
         "validation_fraction": float(spec.validation_fraction),
     }
+    if spec.tokenizer_file or spec.tokenizer not in ("bytes", "bpe"):
+        assert tokenizer is not None
+        what["tokenizer_digest"] = tokenizer.digest
+    if spec.prompt_field:
+        what["prompt_field"] = spec.prompt_field
     return xxhash.xxh3_128_hexdigest(json.dumps(what, sort_keys=True).encode())
 
 
@@ -303,27 +344,23 @@ def _build(
     files: list[CorpusFile],
     identity: str,
     digest: str,
+    tokenizer: Tokenizer | None,
     progress: Progress,
 ) -> None:
     plan = plan_split(spec, files, progress)
-    texts = partial(_texts, spec, files, plan)
     total_bytes = int(plan.text_bytes.sum())
-    if spec.tokenizer == "bytes":
-        tokenizer = ByteTokenizer()
-    else:
-        training = (text for text, validates in texts() if not validates)
-        train_bytes = plan.bytes_of(validates=False)
-        counted = _counted(chain.from_iterable(map(pieces, training)), train_bytes, progress)
-        tokenizer = train_bpe(counted, spec.vocab_size)
+    if tokenizer is None:
+        training = training_pieces(spec, files, plan)
+        tokenizer = train_bpe(_counted(training, plan.bytes_of(validates=False), progress), spec.vocab_size)
     tokenizer.save(directory / _TOKENIZER)
 
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     with (
-        _SplitWriter(directory, "train", dtype, tokenizer) as train,
-        _SplitWriter(directory, "validation", dtype, tokenizer) as validation,
+        _SplitWriter(directory, "train", dtype, tokenizer, bool(spec.prompt_field)) as train,
+        _SplitWriter(directory, "validation", dtype, tokenizer, bool(spec.prompt_field)) as validation,
     ):
         done_bytes = 0
-        for batch in _batches(_marked_pieces(texts())):
+        for batch in _batches(_marked_pieces(_documents(spec, files, plan), tokenizer)):
             encoded = tokenizer.encode_batch([piece.text for piece in batch])
             for piece, ids in zip(batch, encoded, strict=True):
                 (validation if piece.validates else train).write(piece, ids)
@@ -332,6 +369,8 @@ def _build(
     require_unchanged(files)
 
     names = [_TOKENIZER, *map(_tokens_name, SPLITS), *map(_index_name, SPLITS)]
+    if spec.prompt_field:
+        names += map(_prompts_name, SPLITS)
     meta = StoreMeta(
         format=FORMAT,
         digest=digest,
@@ -357,43 +396,57 @@ def _build(
             }
             for name in names
         },
+        has_prompts=bool(spec.prompt_field),
     )
     with (directory / _META).open("w", encoding="utf-8") as file:
         json.dump(asdict(meta), file, indent=1)
         flush(file)
 
 
-def _texts(spec: CorpusSpec, files: list[CorpusFile], plan: SplitPlan) -> Iterator[tuple[str, bool]]:
-    """Each document's text, and whether it validates."""
-    documents = (document.text for document in read_documents(files, spec.text_field))
+def _documents(spec: CorpusSpec, files: list[CorpusFile], plan: SplitPlan) -> Iterator[tuple[str, str, bool]]:
+    """Each document's prompt and text, and whether it validates."""
+    read = read_documents(files, spec.text_field, spec.prompt_field)
+    documents = ((document.prompt, document.text) for document in read)
     if plan.cut_at_byte is not None:
         at = plan.cut_at_byte
-        documents = (part for text in documents for part in (text[:at], text[at:]))
+        documents = (part for _, text in documents for part in ((b"", text[:at]), (b"", text[at:])))
     try:
-        for text, validates in zip(documents, plan.validates, strict=True):
-            yield text.decode(), bool(validates)
+        for (prompt, text), validates in zip(documents, plan.validates, strict=True):
+            yield prompt.decode(), text.decode(), bool(validates)
     except ValueError:  # another number of documents than planned, or a cut that is now amid a character
         require_unchanged(files)
         raise
 
 
+def training_pieces(spec: CorpusSpec, files: list[CorpusFile], plan: SplitPlan) -> Iterator[str]:
+    """The text of the training documents, prompts included, in portions: what a vocabulary is trained on."""
+    for prompt, text, validates in _documents(spec, files, plan):
+        if not validates:
+            yield from pieces(prompt) if prompt else ()
+            yield from pieces(text)
+
+
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a document that is tokenized on its own; see `tokenizer.pieces`."""
+    """A part of a document that is tokenized on its own; see `Tokenizer.pieces`."""
 
     text: str
     validates: bool
+    is_prompt: bool
     is_first: bool
     is_last: bool
 
 
-def _marked_pieces(texts: Iterable[tuple[str, bool]]) -> Iterator[_Piece]:
-    for text, validates in texts:
-        start = 0
-        for piece in pieces(text):
-            end = start + len(piece)
-            yield _Piece(piece, validates, is_first=start == 0, is_last=end == len(text))
-            start = end
+def _marked_pieces(documents: Iterable[tuple[str, str, bool]], tokenizer: Tokenizer) -> Iterator[_Piece]:
+    for prompt, text, validates in documents:
+        # Tokenized apart, as they are when the model is asked: the prompt must not depend on its answer.
+        is_first = True
+        for is_prompt, part in ((True, prompt), (False, text)):
+            start = 0
+            for piece in tokenizer.pieces(part) if part else ():
+                start += len(piece)
+                yield _Piece(piece, validates, is_prompt, is_first, not is_prompt and start == len(part))
+                is_first = False
 
 
 def _batches(stream: Iterable[_Piece]) -> Iterator[list[_Piece]]:
@@ -424,14 +477,19 @@ class _SplitWriter:
         split: whose files.
         dtype: of the tokens.
         tokenizer: gives bos and eos.
+        has_prompts: whether to write how many tokens of each document are not scored.
     """
 
-    def __init__(self, directory: Path, split: Split, dtype: np.dtype, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, directory: Path, split: Split, dtype: np.dtype, tokenizer: Tokenizer, has_prompts: bool
+    ) -> None:
         self.target_counts = np.zeros(tokenizer.vocab_size, np.int64)
         self._dtype = dtype
         self._tokenizer = tokenizer
         self._offsets = array("q", [0])
         self._tokens = 0
+        self._prompt_tokens = array("i", [0]) if has_prompts else None
+        self._prompts = directory / _prompts_name(split)
         self._index = directory / _index_name(split)
         self._file = (directory / _tokens_name(split)).open("wb")
 
@@ -442,9 +500,15 @@ class _SplitWriter:
         written = np.concatenate([[bos], targets]) if piece.is_first else targets
         self._file.write(written.astype(self._dtype).tobytes())
         self._tokens += len(written)
-        np.add.at(self.target_counts, targets, 1)
+        if piece.is_prompt:
+            assert self._prompt_tokens is not None
+            self._prompt_tokens[-1] += len(targets)
+        else:
+            np.add.at(self.target_counts, targets, 1)
         if piece.is_last:
             self._offsets.append(self._tokens)
+            if self._prompt_tokens is not None:
+                self._prompt_tokens.append(0)
 
     def meta(self, text_bytes: int) -> SplitMeta:
         """The counts so far."""
@@ -459,6 +523,10 @@ class _SplitWriter:
         with self._index.open("wb") as file:
             np.save(file, np.array(self._offsets, np.int64))
             flush(file)
+        if self._prompt_tokens is not None:
+            with self._prompts.open("wb") as file:
+                np.save(file, np.array(self._prompt_tokens[:-1], np.int32))
+                flush(file)
 
 
 def _unigram_nats(train_counts: np.ndarray, validation_counts: np.ndarray) -> float | None:

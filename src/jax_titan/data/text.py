@@ -1,7 +1,7 @@
 """Batches of text: a step's number in, packed rows out.
 
-The documents of a split are one stream of tokens, end to end, and row r is tokens [r T, (r + 1) T) of it: a
-row is found by arithmetic, so a batch is a pure function of (seed, step) with no iterator to save or restore.
+A batch is a pure function of (seed, step), with no iterator to save or restore, and so is each part of it: how
+many processes there are may change whenever a run is resumed. `rows` and `packing` say what a row is.
 
 Shapes: B sequences of a batch, T tokens of a sequence.
 """
@@ -9,26 +9,21 @@ Shapes: B sequences of a batch, T tokens of a sequence.
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, Literal
 
 import numpy as np
 
 from jax_titan.data.errors import DataError
+from jax_titan.data.mixture import MixtureStore
+from jax_titan.data.packing import BestFitRows
+from jax_titan.data.rows import DTYPES, Batch, Rows, SplitRows
 from jax_titan.data.store import Split, TokenStore
 
-type Batch = dict[str, np.ndarray]
-"""What a model reads, each [B, T].
+type Part = tuple[int, int]
+"""(index, count): which of how many equal parts of a batch."""
 
-    tokens     int32    the input; 0 in padding
-    targets    int32    the token after it, 0 where weights is 0
-    segments   int32    which document of the row, from 1; 0 is padding
-    positions  int32    place in the document, from the row's start if it began before; 0 in padding
-    weights    float32  1 where the target belongs to the same document, else 0
-
-An input whose next token begins another document has no target. So each token of a document but its first
-(bos) is a target exactly once an epoch, in the row that holds the token before it.
-"""
+_WHOLE: Part = (0, 1)
 
 
 @dataclass(frozen=True)
@@ -36,21 +31,23 @@ class TextDataset:
     """The rows of one split of a store, cut into batches.
 
     Args:
-        store: the tokens.
+        store: the tokens, or a mixture of stores.
         split: "train" or "validation".
         sequence_length: T, tokens a row.
         batch_size: B, rows a batch.
         seed: of the order of rows; each epoch has its own.
+        packing: "split" cuts documents anywhere (`rows`), "best-fit" keeps them whole where they fit (`packing`).
 
     Raises:
         DataError: a length, size or seed that no batch can be made with.
     """
 
-    store: TokenStore
+    store: TokenStore | MixtureStore
     split: Split
     sequence_length: int
     batch_size: int
     seed: int = 0
+    packing: Literal["split", "best-fit"] = "split"
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
@@ -62,44 +59,47 @@ class TextDataset:
 
     @property
     def rows(self) -> int:
-        """Rows of an epoch; the last one may be padded. 0 if the split has no documents."""
-        inputs = max(self.store.tokens(self.split) - 1, 0)  # the last token has no next one
-        return -(-inputs // self.sequence_length)
+        """Rows of an epoch, over all corpora; some may be padded. 0 if the split has no documents."""
+        return sum(rows.count for rows in self._sources)
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int, part: Part = _WHOLE) -> Batch:
         """The batch of a step, in an order that shuffles the rows anew each epoch.
 
         A batch may span two epochs. Rows are the same in each epoch; their order is not.
 
         Args:
             step: from 0; any step, in any order.
+            part: which of how many equal parts, made without making the others.
 
         Returns:
-            A full batch.
+            A full batch, or the rows of one part of it.
 
         Raises:
-            DataError: the split has no documents, or the step is negative.
+            DataError: the split has no documents, the step is negative, or the parts are not equal.
         """
         if step < 0:
             raise DataError(f"step: {step} is negative; steps count from 0")
         if not self.rows:
             raise DataError(f"data: the {self.split} split has no documents; see data.validation_fraction")
-        first = step * self.batch_size
-        return self._pack([self._order[first + i] for i in range(self.batch_size)])
+        places = step * self.batch_size + self._places(part)
+        return self._pack([self._order[int(place)] for place in places])
 
-    def eval_batches(self, limit: int = 0) -> Iterator[Batch]:
-        """Every row once, in order.
+    def eval_batches(self, limit: int = 0, part: Part = _WHOLE) -> Iterator[Batch]:
+        """Every row once, in order; of a mixture each corpus evenly all along.
 
         Args:
             limit: batches to stop after; 0 is all.
+            part: which of how many equal parts of each batch.
 
         Returns:
             An iterator over batches; the last is filled up with rows of padding.
         """
-        batches = -(-self.rows // self.batch_size)
+        order = self._eval_order
+        padding = (0, self._sources[0].count)
+        batches = -(-len(order) // self.batch_size)
         for i in range(min(batches, limit) if limit else batches):
-            first = i * self.batch_size
-            yield self._pack(range(first, first + self.batch_size))
+            places = i * self.batch_size + self._places(part)
+            yield self._pack([tuple(order[place]) if place < len(order) else padding for place in places])
 
     def target_bytes(self, batch: Batch) -> int:
         """UTF-8 bytes of the targets that are scored: what bits per byte are divided by.
@@ -117,29 +117,69 @@ class TextDataset:
         """Which row comes at which place of an endless sequence of epochs: computed, not stored."""
         import grain  # imports JAX
 
-        return grain.MapDataset.range(self.rows).seed(self.seed).shuffle().repeat()
+        counts = [rows.count for rows in self._sources]
+        if not isinstance(self.store, MixtureStore):
+            return _Indexed(grain.MapDataset.range(counts[0]).seed(self.seed).shuffle().repeat())
+        weights = self.store.weights
+        known = [source for source, count in enumerate(counts) if count]
+        return grain.MapDataset.mix(
+            [
+                grain.MapDataset.range(counts[source])
+                .seed((self.seed + source) % 2**32)
+                .shuffle()
+                .map(lambda row, source=source: (source, row))
+                .repeat()
+                for source in known
+            ],
+            [weights[source] for source in known],
+        )
 
-    def _pack(self, rows: list[int] | range) -> Batch:
-        """Rows by number, as a batch; a number past the last row is a row of padding."""
-        stream, offsets = self.store.stream(self.split), self.store.offsets(self.split)
-        begin_B1 = np.asarray(rows, np.int64)[:, None] * self.sequence_length
-        place_BU = begin_B1 + np.arange(self.sequence_length + 1)  # U = T + 1: the inputs, and one token more
-        document_BU = np.searchsorted(offsets, place_BU, side="right") - 1
-        token_BU = stream[np.minimum(place_BU, len(stream) - 1)].astype(np.int32)
+    @cached_property
+    def _sources(self) -> list[Rows]:
+        stores = self.store.stores if isinstance(self.store, MixtureStore) else [self.store]
+        kind = BestFitRows if self.packing == "best-fit" else SplitRows
+        return [kind(store, self.split, self.sequence_length) for store in stores]
 
-        place_BT, document_BT = place_BU[:, :-1], document_BU[:, :-1]
-        is_text_BT = place_BT < len(stream)
-        # Past the stream's end lies a document that does not exist: the last token has no target either.
-        has_target_BT = is_text_BT & (document_BU[:, 1:] == document_BT)
-        position_BT = place_BT - np.maximum(offsets[document_BT], begin_B1)
-        segment_BT = document_BT - document_BT[:, :1] + 1
-        return {
-            "tokens": np.where(is_text_BT, token_BU[:, :-1], 0),
-            "targets": np.where(has_target_BT, token_BU[:, 1:], 0),
-            "segments": np.where(is_text_BT, segment_BT, 0).astype(np.int32),
-            "positions": np.where(is_text_BT, position_BT, 0).astype(np.int32),
-            "weights": has_target_BT.astype(np.float32),
-        }
+    @cached_property
+    def _eval_order(self) -> np.ndarray:
+        """(source, row) of every row: those of each source in order, spread evenly over the whole."""
+        counts = [rows.count for rows in self._sources]
+        source = np.repeat(np.arange(len(counts)), counts)
+        row = np.concatenate([np.arange(count) for count in counts])
+        order = np.argsort((row + 0.5) / np.repeat(counts, counts), kind="stable")
+        return np.stack([source, row], axis=1)[order]
+
+    def _places(self, part: Part) -> np.ndarray:
+        index, count = part
+        if count < 1 or self.batch_size % count or not 0 <= index < count:
+            raise DataError(
+                f"train.batch: {self.batch_size} sequences have no part {index} of {count} equal ones; use a "
+                "batch that the number of processes divides"
+            )
+        size = self.batch_size // count
+        return np.arange(index * size, (index + 1) * size)
+
+    def _pack(self, rows: list[tuple[int, int]]) -> Batch:
+        """Rows by (source, number), as a batch; a number past the last is a row of padding."""
+        sources, numbers = np.array(rows, np.int64).reshape(-1, 2).T
+        if len(self._sources) == 1:
+            return self._sources[0].pack(numbers)
+        batch = {name: np.empty((len(rows), self.sequence_length), dtype) for name, dtype in DTYPES.items()}
+        for source in np.unique(sources):
+            here = sources == source
+            for name, values in self._sources[source].pack(numbers[here]).items():
+                batch[name][here] = values
+        return batch
+
+
+@dataclass(frozen=True)
+class _Indexed:
+    """The rows of a single source, as (source, row) like those of a mixture."""
+
+    rows: Any
+
+    def __getitem__(self, place: int) -> tuple[int, int]:
+        return 0, int(self.rows[place])
 
 
 class Prefetch:
@@ -148,10 +188,11 @@ class Prefetch:
     Args:
         dataset: whose batches.
         depth: steps to be ahead; 0 makes each batch when it is asked for, without a thread.
+        part: which of how many equal parts of each batch.
     """
 
-    def __init__(self, dataset: TextDataset, depth: int = 2) -> None:
-        self._dataset = dataset
+    def __init__(self, dataset: TextDataset, depth: int = 2, part: Part = _WHOLE) -> None:
+        self._make = dataset.batch if part == _WHOLE else partial(dataset.batch, part=part)
         self._depth = depth
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch") if depth > 0 else None
         self._coming: dict[int, Future[Batch]] = {}
@@ -159,13 +200,13 @@ class Prefetch:
     def batch(self, step: int) -> Batch:
         """`TextDataset.batch(step)`, sooner if the step before was asked for; raises what that raises."""
         if self._pool is None:
-            return self._dataset.batch(step)
+            return self._make(step)
         wanted = range(step, step + self._depth + 1)
         for other in self._coming.keys() - set(wanted):
             self._coming.pop(other).cancel()
         for ahead in wanted:
             if ahead not in self._coming:
-                self._coming[ahead] = self._pool.submit(self._dataset.batch, ahead)
+                self._coming[ahead] = self._pool.submit(self._make, ahead)
         return self._coming.pop(step).result()
 
     def close(self) -> None:

@@ -93,6 +93,10 @@ class Tokenizer(ABC):
         """
         return self.encode_batch([text])[0]
 
+    def pieces(self, text: str) -> Iterator[str]:
+        """Cut a long text where it encodes as if it were not cut; see the function `pieces`."""
+        return pieces(text)
+
     def decode_bytes(self, ids: Iterable[int] | np.ndarray) -> bytes:
         """The bytes behind token ids; the specials have none.
 
@@ -277,6 +281,12 @@ def load(path: Path) -> Tokenizer:
         return BpeTokenizer(tokenizers.Tokenizer.from_str(text))
     except Exception as error:  # the library raises bare Exception on a file that it cannot read
         raise DataError(f"tokenizer: {path} is not a tokenizer that can be loaded ({error})") from error
+
+
+def open_tokenizer(kind: str, file: str) -> Tokenizer:
+    if kind == "bytes":
+        return ByteTokenizer()
+    return load(Path(file))
 
 
 def pieces(text: str, size: int = _PIECE_CHARACTERS) -> Iterator[str]:

@@ -1,21 +1,33 @@
-"""Llama 3 as a chain of units: embed, layers.0 ... layers.{n-1}, head. The carry is one array, x_BTD.
+"""Llama (2, 3, 3.1, 3.2) as a chain of units: embed, layers.0 ... layers.{n-1}, head; the carry is x_BTD.
 
-Shape suffixes: B sequences, T tokens of a sequence, D model width (`dim`), N query heads, K key/value heads,
-H head size, F feed-forward width (`ffn_dim`), V vocabulary.
+Shape suffixes: B sequences, T tokens of a sequence, S places of a sequence in a cache, D model width (`dim`), N
+query heads, K key/value heads, H head size, F feed-forward width (`ffn_dim`), V vocabulary.
 Logical axes: vocab, embed, heads, kv_heads, head_dim, ffn.
-Source: "The Llama 3 Herd of Models", 2024 (arXiv:2407.21783), section 3.2.
+Source: "The Llama 3 Herd of Models", 2024 (arXiv:2407.21783), section 3.2; Touvron et al. 2023 (arXiv:2307.09288).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jax_titan import ops
-from jax_titan.models.unit import Batch, Model, Parameter, Params, Unit, normal, ones
+from jax_titan.models.unit import Batch, Cache, Model, Parameter, Params, Unit, normal, ones
+from jax_titan.parallel.sharding import constrain
+
+KEPT_NAMES = ("query", "key", "value", "attention", "attention_out", "ffn_gate", "ffn_up", "ffn_out")
+"""Values of a layer that a backward pass may keep, see `Unit.kept_names`: the results of its products."""
+
+# How activations are split; `parallel.sharding` has the table.
+_RESIDUAL = ("batch", "sequence", "activation_embed")
+_QUERY = ("batch", "sequence", "heads", "head_dim")
+_KEY = ("batch", "sequence", "kv_heads", "head_dim")
+_FFN = ("batch", "sequence", "ffn")
+_LOGITS = ("batch", "sequence", "vocab")
 
 
 @dataclass(frozen=True)
@@ -31,6 +43,8 @@ class LlamaConfig:
         ffn_dim: feed-forward width F.
         vocab_size: vocabulary V.
         rope_theta: base of the rotary frequencies.
+        rope_factor, rope_low_freq_factor, rope_high_freq_factor, rope_original_length: how they are stretched to a
+            longer context, see `ops.RopeScaling`; a factor of 1 leaves them.
         norm_eps: epsilon of the RMS norms.
         init_std: standard deviation of the initial matrices; see `llama`.
         tied: the head reuses the embedding table.
@@ -38,6 +52,8 @@ class LlamaConfig:
             x64).
         sequence_length: tokens at which attention is counted in `Unit.cost`; the model itself takes any
             length.
+        loss_chunk: tokens of a microbatch whose logits exist at once in the loss; 0 for all.
+        loss_accumulator: what the chunks' gradient of the output matrix is summed in, "float32" or "bfloat16".
 
     Raises:
         ValueError: sizes that do not fit together, all of them in one message.
@@ -51,11 +67,17 @@ class LlamaConfig:
     ffn_dim: int
     vocab_size: int
     rope_theta: float = 500_000.0
+    rope_factor: float = 1.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_length: int = 8192
     norm_eps: float = 1e-5
     init_std: float = 0.02
     tied: bool = False
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     sequence_length: int = 8192
+    loss_chunk: int = 0
+    loss_accumulator: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         sizes = ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn_dim", "vocab_size", "sequence_length")
@@ -66,6 +88,8 @@ class LlamaConfig:
             problems.append(f"head_dim: {self.head_dim} is odd; rotary embedding turns pairs")
         if self.dtype not in ("bfloat16", "float32", "float64"):
             problems.append(f"dtype: {self.dtype!r} is none of bfloat16, float32, float64")
+        if self.rope_factor != 1 and self.rope_high_freq_factor <= self.rope_low_freq_factor:
+            problems.append(f"rope_high_freq_factor: {self.rope_high_freq_factor} is not above the low one")
         if problems:
             raise ValueError("\n".join(problems))
 
@@ -73,6 +97,15 @@ class LlamaConfig:
     def param_dtype(self) -> str:
         """What parameters are stored in."""
         return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def rope_scaling(self) -> ops.RopeScaling | None:
+        """How rotary frequencies are stretched; None when they are not."""
+        if self.rope_factor == 1:
+            return None
+        return ops.RopeScaling(
+            self.rope_factor, self.rope_low_freq_factor, self.rope_high_freq_factor, self.rope_original_length
+        )
 
 
 def llama(config: LlamaConfig) -> Model:
@@ -92,7 +125,9 @@ def llama(config: LlamaConfig) -> Model:
     Returns:
         A model with the units "embed", "layers.0" ... and "head".
     """
-    layers = [_layer(config, index) for index in range(config.layers)]
+    # One layer under many names: a layout sees that they are alike, and may run them all by one program.
+    layer = _layer(config)
+    layers = [replace(layer, name=f"layers.{index}") for index in range(config.layers)]
     return Model("llama", (_embed(config), *layers, _head(config)))
 
 
@@ -107,7 +142,7 @@ def _embed(config: LlamaConfig) -> Unit:
     )
 
 
-def _layer(config: LlamaConfig, index: int) -> Unit:
+def _layer(config: LlamaConfig) -> Unit:
     parameter = partial(Parameter, dtype=config.param_dtype)
     D, N, K, H, F = config.dim, config.heads, config.kv_heads, config.head_dim, config.ffn_dim
     matrix = normal(config.init_std)
@@ -126,10 +161,13 @@ def _layer(config: LlamaConfig, index: int) -> Unit:
     projections = 2 * D * (N + K + K + N) * H + 2 * D * 3 * F
     scores_and_values = 2 * 2 * config.sequence_length * N * H
     return Unit(
-        name=f"layers.{index}",
+        name="layer",
         parameters=parameters,
         apply=partial(_apply_layer, config),
         cost=float(projections + scores_and_values),
+        kept_names=KEPT_NAMES,
+        cache=partial(_layer_cache, config),
+        decode=partial(_decode_layer, config),
     )
 
 
@@ -152,44 +190,117 @@ def _head(config: LlamaConfig) -> Unit:
 def _apply_embed(
     config: LlamaConfig, params: Params, shared: Mapping[str, Params], carry: None, batch: Batch
 ) -> jax.Array:
-    return ops.embed(params["table"], batch["tokens"], dtype=config.dtype)
+    return constrain(ops.embed(params["table"], batch["tokens"], dtype=config.dtype), _RESIDUAL)
 
 
 def _apply_layer(
     config: LlamaConfig, params: Params, shared: Mapping[str, Params], x_BTD: jax.Array, batch: Batch
 ) -> jax.Array:
-    x_BTD = x_BTD + _attend(config, params, ops.rms_norm(x_BTD, params["attention_norm"], config.norm_eps), batch)
-    return x_BTD + _feed_forward(params, ops.rms_norm(x_BTD, params["ffn_norm"], config.norm_eps))
-
-
-def _attend(config: LlamaConfig, params: Params, x_BTD: jax.Array, batch: Batch) -> jax.Array:
-    q_BTNH = ops.linear("BTD,DNH->BTNH", x_BTD, params["wq"])
-    k_BTKH = ops.linear("BTD,DKH->BTKH", x_BTD, params["wk"])
-    v_BTKH = ops.linear("BTD,DKH->BTKH", x_BTD, params["wv"])
-    q_BTNH = ops.rope(q_BTNH, batch["positions"], config.rope_theta)
-    k_BTKH = ops.rope(k_BTKH, batch["positions"], config.rope_theta)
+    q_BTNH, k_BTKH, v_BTKH = _heads(config, params, x_BTD, batch["positions"])
     out_BTNH = ops.attention(q_BTNH, k_BTKH, v_BTKH, segments_BT=batch["segments"])
-    return ops.linear("BTNH,NHD->BTD", out_BTNH, params["wo"])
+    return _finish_layer(config, params, x_BTD, out_BTNH)
+
+
+def _layer_cache(config: LlamaConfig, batch_size: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Keys, already turned, and values. A token's place is its position, so no places need to be kept."""
+    shape = (batch_size, length, config.kv_heads, config.head_dim)
+    return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype)) for name in ("key", "value")}
+
+
+def _decode_layer(
+    config: LlamaConfig,
+    params: Params,
+    shared: Mapping[str, Params],
+    x_BTD: jax.Array,
+    batch: Batch,
+    cache: Cache,
+) -> tuple[jax.Array, Cache]:
+    q_BTNH, k_BTKH, v_BTKH = _heads(config, params, x_BTD, batch["positions"])
+    k_BSKH = _entered(cache["key"], k_BTKH, batch)
+    v_BSKH = _entered(cache["value"], v_BTKH, batch)
+    B, S, *_ = k_BSKH.shape
+    # One document a row: a token sees every place up to its own position, all of which have been written.
+    out_BTNH = ops.attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        segments_BT=(batch["segments"] != 0).astype(jnp.int32),
+        positions_BT=batch["positions"],
+        key_segments_BS=jnp.ones((B, S), jnp.int32),
+        key_positions_BS=jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S)),
+    )
+    return _finish_layer(config, params, x_BTD, out_BTNH), {"key": k_BSKH, "value": v_BSKH}
+
+
+def _entered(cache_BSKH: jax.Array, new_BTKH: jax.Array, batch: Batch) -> jax.Array:
+    """The cache with new tokens at their positions; padding, and what lies beyond its length, is left out."""
+    B, S, *_ = cache_BSKH.shape
+    places_BT = jnp.where(batch["segments"] == 0, S, batch["positions"])
+    rows_B1 = jnp.arange(B)[:, None]
+    return constrain(cache_BSKH.at[rows_B1, places_BT].set(new_BTKH, mode="drop"), _KEY)
+
+
+def _heads(
+    config: LlamaConfig, params: Params, x_BTD: jax.Array, positions_BT: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries and keys, turned to their positions, and values."""
+    x_BTD = ops.rms_norm(x_BTD, params["attention_norm"], config.norm_eps)
+    q_BTNH = _kept("query", ops.linear("BTD,DNH->BTNH", x_BTD, params["wq"]), _QUERY)
+    k_BTKH = _kept("key", ops.linear("BTD,DKH->BTKH", x_BTD, params["wk"]), _KEY)
+    v_BTKH = _kept("value", ops.linear("BTD,DKH->BTKH", x_BTD, params["wv"]), _KEY)
+    q_BTNH = ops.rope(q_BTNH, positions_BT, config.rope_theta, config.rope_scaling)
+    k_BTKH = ops.rope(k_BTKH, positions_BT, config.rope_theta, config.rope_scaling)
+    return q_BTNH, k_BTKH, v_BTKH
+
+
+def _finish_layer(config: LlamaConfig, params: Params, x_BTD: jax.Array, out_BTNH: jax.Array) -> jax.Array:
+    """What attention found, added to the residual stream, and then the feed-forward block."""
+    out_BTNH = _kept("attention", out_BTNH, _QUERY)
+    x_BTD = x_BTD + _kept("attention_out", ops.linear("BTNH,NHD->BTD", out_BTNH, params["wo"]), _RESIDUAL)
+    x_BTD = constrain(x_BTD, _RESIDUAL)
+    x_BTD = x_BTD + _feed_forward(params, ops.rms_norm(x_BTD, params["ffn_norm"], config.norm_eps))
+    return constrain(x_BTD, _RESIDUAL)
 
 
 def _feed_forward(params: Params, x_BTD: jax.Array) -> jax.Array:
-    gate_BTF = ops.linear("BTD,DF->BTF", x_BTD, params["w_gate"])
-    up_BTF = ops.linear("BTD,DF->BTF", x_BTD, params["w_up"])
-    return ops.linear("BTF,FD->BTD", ops.glu(gate_BTF, up_BTF), params["w_down"])
+    gate_BTF = _kept("ffn_gate", ops.linear("BTD,DF->BTF", x_BTD, params["w_gate"]), _FFN)
+    up_BTF = _kept("ffn_up", ops.linear("BTD,DF->BTF", x_BTD, params["w_up"]), _FFN)
+    return _kept("ffn_out", ops.linear("BTF,FD->BTD", ops.glu(gate_BTF, up_BTF), params["w_down"]), _RESIDUAL)
+
+
+def _kept(name: str, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """A value that is split by the table and that rematerialisation may keep under a name."""
+    return checkpoint_name(constrain(x, axes), name)
+
+
+def _output(config: LlamaConfig, params: Params, shared: Mapping[str, Params]) -> tuple[str, jax.Array]:
+    """The product that makes logits, and its matrix."""
+    if config.tied:
+        return "BTD,VD->BTV", shared["embed"]["table"]
+    return "BTD,DV->BTV", params["unembed"]
 
 
 def _logits(config: LlamaConfig, params: Params, shared: Mapping[str, Params], x_BTD: jax.Array) -> jax.Array:
     x_BTD = ops.rms_norm(x_BTD, params["norm"], config.norm_eps)
+    spec, matrix = _output(config, params, shared)
     # The loss sees logits that were never rounded to half precision.
     wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
-    if config.tied:
-        return ops.linear("BTD,VD->BTV", x_BTD, shared["embed"]["table"], out_dtype=wide)
-    return ops.linear("BTD,DV->BTV", x_BTD, params["unembed"], out_dtype=wide)
+    return constrain(ops.linear(spec, x_BTD, matrix, out_dtype=wide), _LOGITS)
 
 
 def _apply_head(
     config: LlamaConfig, params: Params, shared: Mapping[str, Params], x_BTD: jax.Array, batch: Batch
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    logits_BTV = _logits(config, params, shared, x_BTD)
-    loss_sum, weight_sum = ops.cross_entropy(logits_BTV, batch["targets"], batch["weights"])
+    x_BTD = ops.rms_norm(x_BTD, params["norm"], config.norm_eps)
+    spec, matrix = _output(config, params, shared)
+    loss_sum, weight_sum = ops.linear_cross_entropy(
+        spec,
+        x_BTD,
+        matrix,
+        batch["targets"],
+        batch["weights"],
+        chunk=config.loss_chunk,
+        accumulator=config.loss_accumulator,
+        constrain=lambda logits_BTV: constrain(logits_BTV, _LOGITS),
+    )
     return loss_sum, weight_sum, {}

@@ -27,6 +27,9 @@ type Batch = Mapping[str, jax.Array]
 type Carry = Any
 """Any pytree: None before the first unit, `(loss_sum, weight_sum, metrics)` after the last."""
 
+type Cache = Any
+"""What a unit keeps of the tokens it has seen, any pytree of arrays [B, ...]."""
+
 type Initializer = Callable[[jax.Array, tuple[int, ...], str], jax.Array]
 """(key, shape, dtype) -> array, the same numbers with and without `jax.jit`."""
 
@@ -105,6 +108,16 @@ class Unit:
         cost: forward FLOPs a token, a multiply-add counted as two, for balancing stages.
         shares: names of earlier units whose parameters it reuses.
         logits: `(params, shared, carry) -> logits_BTV` of a last unit that predicts tokens; None for others.
+        kept_names: what `jax.ad_checkpoint.checkpoint_name` calls the values inside `apply` that a backward pass
+            may keep when the rest of the unit is computed again (`train.remat`). None: the unit is never
+            recomputed.
+        cache: `(batch_size, length) -> cache`, as shapes: what the unit keeps of up to `length` tokens a sequence
+            to give the next ones without those before. None: the unit looks at each token alone, so `apply` serves
+            for decoding too.
+        decode: `(params, shared, carry, batch, cache) -> (carry, cache)`: `apply` for the tokens of `batch` that
+            come after those in the cache, which they enter. None where `cache` is. A sequence is one document; its
+            rows may be at different positions, and segment 0 is padding, which enters no cache. See
+            `models.decode`.
     """
 
     name: str
@@ -113,6 +126,9 @@ class Unit:
     cost: float
     shares: tuple[str, ...] = ()
     logits: Callable[[Params, Mapping[str, Params], Carry], jax.Array] | None = None
+    kept_names: tuple[str, ...] = ()
+    cache: Callable[[int, int], Cache] | None = None
+    decode: Callable[[Params, Mapping[str, Params], Carry, Batch, Cache], tuple[Carry, Cache]] | None = None
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """First values of the parameters.
@@ -152,7 +168,8 @@ class Model:
         units: the chain, in order.
 
     Raises:
-        ValueError: the chain is empty, a name occurs twice, or a unit shares what does not come before it.
+        ValueError: the chain is empty, a name occurs twice, or a unit shares what does not come before it or has
+            only one of `cache` and `decode`.
     """
 
     name: str
@@ -169,6 +186,8 @@ class Model:
                 for other in unit.shares
                 if other not in seen
             ]
+            if (unit.cache is None) != (unit.decode is None):
+                problems.append(f"unit {unit.name!r} needs both cache and decode, or neither")
             seen.add(unit.name)
         if problems:
             raise ValueError(f"model {self.name!r}: " + "; ".join(problems))

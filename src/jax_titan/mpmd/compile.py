@@ -70,6 +70,24 @@ def sharding_of(value: Value, meshes: Mapping[str, Mesh]) -> NamedSharding:
     return NamedSharding(meshes[value.mesh], PartitionSpec(*value.spec))
 
 
+def compile_gather(value: Value, target: Value, meshes: Mapping[str, Mesh]) -> Callable[..., Any] | None:
+    """What must be done to a value on its own submesh before it can be copied to that of another without waiting.
+
+    `jax.device_put` copies part by part when both are split alike, and from an array that every device holds
+    whole; anything else it sends through the host, and waits for it.
+
+    Returns:
+        A compiled function of one array that gives one result, whole on every device; None when nothing is needed.
+    """
+    source, there = sharding_of(value, meshes), sharding_of(target, meshes)
+    parts = [list(sharding.devices_indices_map(value.shape).values()) for sharding in (source, there)]
+    if source.is_fully_replicated or parts[0] == parts[1]:
+        return None
+    whole = NamedSharding(source.mesh, PartitionSpec())
+    shape = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=source)
+    return jax.jit(lambda x: [x], out_shardings=[whole]).lower(shape).compile()
+
+
 def compile_fragments(fragments: Sequence[Fragment], meshes: Mapping[str, Mesh]) -> list[Callable[..., Any]]:
     """Compile fragments for their submeshes.
 

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jax_titan.mpmd.compile import sharding_of
+from jax_titan.mpmd.compile import compile_gather, sharding_of
 from jax_titan.mpmd.program import Call, Program, Transfer
 from jax_titan.mpmd.schedule import Schedule, Task, simulate
 
@@ -127,6 +127,7 @@ class Executor:
         else:
             tables = {"shared": self._shared, "carried": self._carried, "extra": self._extras}
             sources = [tables[kind][i] for kind, i in update_reads]
+            _check_distinct(update)
             more, self._results = self._expand_update(update, update_functions, sources)
             instructions += more
         self.instructions = self._with_last_use(instructions)
@@ -166,11 +167,12 @@ class Executor:
                 table[value] = self._new_slots(1)[0]
             return table[value]
 
+        gathers = _gathers(program, self._meshes)
         instructions = []
         for task in self.dispatch:
             group = tasks[task.kind, task.stage]
             made = _instructions(
-                task, program, group, functions, self._meshes, lambda v, m=task.microbatch: slot_of(v, m)
+                task, program, group, functions, gathers, self._meshes, lambda v, m=task.microbatch: slot_of(v, m)
             )
             made[-1] = dataclasses.replace(made[-1], ends_task=True)
             instructions += made
@@ -186,7 +188,15 @@ class Executor:
                 table[value] = self._new_slots(1)[0]
             return table[value]
 
-        instructions = _instructions(None, program, program.operations, functions, self._meshes, slot_of)
+        instructions = _instructions(
+            None,
+            program,
+            program.operations,
+            functions,
+            _gathers(program, self._meshes),
+            self._meshes,
+            slot_of,
+        )
         return instructions, tuple(slot_of(value) for value in program.outputs)
 
     def _with_last_use(self, instructions: list[Instruction]) -> list[Instruction]:
@@ -316,16 +326,22 @@ class Executor:
         return sum(len(i.reads) for i in self.instructions if i.call is None)
 
 
-def _check_results(program: Program) -> None:
-    """Every result of an accumulation is an array of its own: it takes the place of the argument it replaces."""
+def _check_distinct(program: Program) -> None:
+    """Every result is an array of its own: the next step overwrites each."""
     seen: dict[int, int] = {}
     for position, value in enumerate(program.outputs):
         if value in seen:
             raise ExecutorError(
                 f"{program.name}: {program.output_names[seen[value]]} and {program.output_names[position]} are "
-                "one array; return one of them only"
+                "one array; return one of them only, and make constants depend on what they replace"
             )
         seen[value] = position
+
+
+def _check_results(program: Program) -> None:
+    """Results of an accumulation each take the place of the argument they replace."""
+    _check_distinct(program)
+    for position, value in enumerate(program.outputs):
         if value in program.inputs and program.inputs.index(value) != position:
             raise ExecutorError(
                 f"{program.name}: {program.output_names[position]} is "
@@ -394,10 +410,14 @@ def _instructions(
     program: Program,
     operations: Sequence[Call | Transfer],
     functions: Sequence[Callable],
+    gathers: Mapping[Transfer, Callable],
     meshes: Mapping[str, Mesh],
     slot_of: Callable[[int], int],
 ) -> list[Instruction]:
-    """Operations over slots; copies that follow one another and do not build on each other go in one call."""
+    """Operations over slots; copies that follow one another and do not build on each other go in one call.
+
+    What is gathered before a copy has the slot of a value that the program does not have, numbered from -1 down.
+    """
     result: list[Instruction] = []
     for operation in operations:
         if isinstance(operation, Call):
@@ -407,6 +427,10 @@ def _instructions(
             result.append(Instruction(task, functions[operation.fragment], reads, writes, donates))
             continue
         read, write = slot_of(operation.source), slot_of(operation.target)
+        if operation in gathers:
+            whole = slot_of(-1 - operation.target)
+            result.append(Instruction(task, gathers[operation], (read,), (whole,)))
+            read = whole
         target = _target(sharding_of(program.values[operation.target], meshes))
         last = result[-1] if result else None
         if last is not None and last.call is None and read not in last.writes:
@@ -416,6 +440,19 @@ def _instructions(
         else:
             result.append(Instruction(task, None, (read,), (write,), targets=(target,)))
     return result
+
+
+def _gathers(program: Program, meshes: Mapping[str, Mesh]) -> dict[Transfer, Callable]:
+    """The transfers between submeshes that split a value differently, and what gathers it first."""
+    gathers: dict[Transfer, Callable] = {}
+    compiled: dict[Any, Callable | None] = {}
+    for transfer in program.transfers():
+        source, target = program.values[transfer.source], program.values[transfer.target]
+        if (source, target) not in compiled:
+            compiled[source, target] = compile_gather(source, target, meshes)
+        if gather := compiled[source, target]:
+            gathers[transfer] = gather
+    return gathers
 
 
 def _target(sharding: jax.sharding.NamedSharding) -> Any:

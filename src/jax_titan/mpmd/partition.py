@@ -19,11 +19,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jax_titan.mpmd._jaxlib import load_partitioner, silenced
 from jax_titan.mpmd.annotate import lowering_for_partitioner
-from jax_titan.mpmd.program import Program
+from jax_titan.mpmd.program import Program, Spec, divisible
 from jax_titan.mpmd.reader import PartitionError, read_program
 from jax_titan.mpmd.topology import Topology
 
@@ -52,6 +52,7 @@ def partition(
     *,
     argument_meshes: Sequence[Any],
     result_meshes: Any,
+    result_specs: Sequence[Spec | None] = (),
     donate: Sequence[int] = (),
     scheduled: bool = True,
     split_backward: bool = False,
@@ -63,10 +64,13 @@ def partition(
         function: takes `arguments`, returns a pytree of arrays; its parts are named by `annotate.stage`, with
             names that `topology.assignment` knows.
         arguments: pytrees of `jax.ShapeDtypeStruct` (or arrays, of which only shapes are read); a sharding with a
-            `PartitionSpec` says how the leaf is split over its own submesh.
+            `PartitionSpec` says how the leaf is split over its own submesh. While the function is traced JAX's
+            current mesh has the axes of the submeshes, for `jax.lax.with_sharding_constraint`.
         topology: the submeshes and the assignment of names to them.
         argument_meshes: for each argument a tree prefix of submesh names: where its leaves live.
         result_meshes: the same for the result.
+        result_specs: for the first leaves of the result, how each is split over its submesh; None, and those left
+            out, are split as the partitioner finds best.
         donate: positions of the arguments whose memory the program may overwrite.
         scheduled: the function is one microbatch of a schedule: each stage has one forward and one backward. A
             function that runs once may visit a stage several times.
@@ -80,7 +84,8 @@ def partition(
     partitioner = load_partitioner()
     name = name or str(getattr(function, "__name__", "program"))
     start = time.perf_counter()
-    lowered, out_tree = _lower(function, arguments, topology, tuple(donate), name)
+    representative = _representative(topology)
+    lowered, out_tree = _lower(function, arguments, representative, topology.platform, tuple(donate), name)
     lowered_at = time.perf_counter()
     donated = tuple(i for i, leaf in enumerate(jax.tree.leaves(lowered.args_info)) if leaf.donated)
     inputs = _broadcast_names(tuple(argument_meshes), tuple(arguments), topology, "argument")
@@ -89,12 +94,15 @@ def partition(
     )
     module = partitioner.clone_mlir_module(lowered.compiler_ir("stablehlo"))
     _refuse_complex(module, name)
+    if len(set(topology.axes().values())) > 1 and "sdy.manual_computation" in str(module):
+        raise PartitionError(f"{name}: shard_map needs submeshes of equal size; these have {topology.axes()}")
     with silenced():
         try:
             result = partitioner.apply_mpmd_partitioning(
                 module,
                 func_name="main",
-                named_meshes=[(mesh, list(axes)) for mesh, axes in topology.axes().items()],
+                # All of one size, whatever they have: sizes matter when a fragment is compiled.
+                named_meshes=[(mesh, list(representative.shape.items())) for mesh in topology.meshes],
                 assignment={
                     part: (mesh, index) if scheduled else mesh
                     for part, (mesh, index) in topology.assignment.items()
@@ -125,20 +133,51 @@ def partition(
         output_names=_leaf_names("result", jax.tree.unflatten(out_tree, [0] * out_tree.num_leaves)),
         scheduled=scheduled,
     )
+    program = program.with_specs(
+        {
+            **dict(zip(program.outputs, result_specs, strict=False)),
+            **dict(zip(program.inputs, map(spec_of, jax.tree.leaves(tuple(arguments))), strict=True)),
+        }
+    )
     return Partitioned(program, out_tree, lowered_at - start, time.perf_counter() - lowered_at)
 
 
-def _lower(function: Callable, arguments: Sequence[Any], topology: Topology, donate: tuple[int, ...], name: str):
-    """Lower with all shardings rewritten onto one representative submesh; the partitioner asks for that."""
-    representative = next(iter(topology.meshes.values()))
+def spec_of(leaf: Any) -> Spec | None:
+    """How a `jax.ShapeDtypeStruct` or an array says that it is split; None when it does not."""
+    sharding = getattr(leaf, "sharding", None)
+    return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else None
+
+
+def _representative(topology: Topology) -> AbstractMesh:
+    """One mesh that stands for all submeshes while the function is lowered; the partitioner asks for that.
+
+    An axis has the size that it has where it is largest: axes of size 1 are simplified away early, and with them
+    the shardings that a larger stage needs.
+    """
+    sizes: dict[str, int] = {}
+    for axes in topology.axes().values():
+        for axis, size in axes:
+            sizes[axis] = max(size, sizes.get(axis, 1))
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def _lower(
+    function: Callable,
+    arguments: Sequence[Any],
+    representative: AbstractMesh,
+    platform: str,
+    donate: tuple[int, ...],
+    name: str,
+):
+    """Lower with all shardings rewritten onto the representative mesh."""
 
     def abstract(path, leaf):
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             at = jax.tree_util.keystr(path)
             raise PartitionError(f"{name}: argument {at} is a typed PRNG key; pass jax.random.key_data of it")
-        sharding = getattr(leaf, "sharding", None)
-        spec = sharding.spec if isinstance(sharding, NamedSharding) else None
-        placed = NamedSharding(representative, spec) if spec is not None and any(spec) else None
+        # An axis that divides a dimension on its own stage need not divide it here: then it is only left open.
+        spec = divisible(spec_of(leaf) or (), leaf.shape, dict(representative.shape))
+        placed = NamedSharding(representative, PartitionSpec(*spec)) if any(spec) else None
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
 
     # A fresh function object, so that JAX's caches never hand out the lowering of the plain mode.
@@ -146,11 +185,11 @@ def _lower(function: Callable, arguments: Sequence[Any], topology: Topology, don
         return function(*args)
 
     fresh.__name__ = re.sub(r"\W", "_", name)
-    with lowering_for_partitioner():
+    with lowering_for_partitioner(), use_abstract_mesh(representative):
         shapes = jax.tree_util.tree_map_with_path(abstract, tuple(arguments))
         traced = jax.jit(fresh, donate_argnums=donate, keep_unused=True).trace(*shapes)
         _refuse_callbacks(traced.jaxpr, name)
-        lowered = traced.lower()
+        lowered = traced.lower(lowering_platforms=(platform,))
     return lowered, jax.tree.structure(traced.out_info)
 
 

@@ -20,10 +20,10 @@ from typing import Any
 
 import jax
 
-from jax_titan.mpmd.compile import compile_fragments, sharding_of
+from jax_titan.mpmd.compile import compile_fragments, compile_gather, sharding_of
 from jax_titan.mpmd.executor import Executor, Roles
-from jax_titan.mpmd.partition import partition
-from jax_titan.mpmd.program import Program
+from jax_titan.mpmd.partition import partition, spec_of
+from jax_titan.mpmd.program import Program, Spec, divisible
 from jax_titan.mpmd.schedule import Schedule, Task, forward_only
 from jax_titan.mpmd.topology import Topology
 
@@ -107,6 +107,7 @@ class Pipeline:
             topology,
             argument_meshes=(accumulator.meshes, parameters.meshes, copies.meshes, microbatch.meshes),
             result_meshes=accumulator.meshes,
+            result_specs=_specs(accumulator.tree),
             donate=(0,),
             split_backward=any(task.kind == "W" for tasks in schedule.order for task in tasks),
             name="accumulate",
@@ -117,6 +118,7 @@ class Pipeline:
             topology,
             argument_meshes=(parameters.meshes, optimizer.meshes, accumulator.meshes, scalars.meshes),
             result_meshes=(parameters.meshes, optimizer.meshes, accumulator.meshes, metrics_mesh),
+            result_specs=_specs((parameters.tree, optimizer.tree, accumulator.tree)),
             donate=(0, 1, 2),
             scheduled=False,
             name="update",
@@ -178,22 +180,31 @@ class Pipeline:
             {name: replica.mesh for name, replica in self._replicas.items()},
         )
 
-    def _replica_sources(self, update: Program) -> list[tuple[int, jax.sharding.NamedSharding]]:
-        """Which leaves of the parameters are copied, and where to."""
+    def _replica_sources(
+        self, update: Program
+    ) -> list[tuple[int, Callable[..., Any] | None, jax.sharding.NamedSharding]]:
+        """Which leaves of the parameters are copied, what gathers them first, and where they go."""
         leaves, tree = jax.tree.flatten(self._parameters.tree)
         positions = jax.tree.unflatten(tree, range(len(leaves)))
         result = []
         for name in sorted(self._replicas):  # the order in which JAX flattens a dictionary
             replica = self._replicas[name]
             for position in jax.tree.leaves(replica.select(positions)):
-                value = dataclasses.replace(update.values[update.outputs[position]], mesh=replica.mesh)
-                result.append((position, sharding_of(value, self.topology.meshes)))
+                value = update.values[update.outputs[position]]
+                sizes = dict(self.topology.axes()[replica.mesh])
+                spec = divisible(value.spec, value.shape, sizes)
+                copy = dataclasses.replace(value, mesh=replica.mesh, spec=spec)
+                gather = compile_gather(value, copy, self.topology.meshes)
+                result.append((position, gather, sharding_of(copy, self.topology.meshes)))
         return result
 
     def replicate(self, parameters: Any) -> dict[str, Any]:
         """Fresh replicas of parameters, each leaf copied to the stage that reads it."""
         leaves = jax.tree.leaves(parameters)
-        copies = [jax.device_put(leaves[position], sharding) for position, sharding in self._refresh]
+        copies = []
+        for position, gather, sharding in self._refresh:
+            leaf = leaves[position]
+            copies.append(jax.device_put(gather(leaf)[0] if gather else leaf, sharding))
         return jax.tree.unflatten(self._copies_tree, copies)
 
     def step(
@@ -265,6 +276,7 @@ class Evaluation:
             topology,
             argument_meshes=(accumulator.meshes, parameters.meshes, copies.meshes, microbatch.meshes),
             result_meshes=accumulator.meshes,
+            result_specs=_specs(accumulator.tree),
             donate=(0,),
             name="evaluate",
         )
@@ -293,3 +305,7 @@ class Evaluation:
             self._executor.place([jax.tree.leaves(microbatch) for microbatch in microbatches]),
         )
         return jax.tree.unflatten(self._tree, results)
+
+
+def _specs(tree: Any) -> list[Spec | None]:
+    return [spec_of(leaf) for leaf in jax.tree.leaves(tree)]

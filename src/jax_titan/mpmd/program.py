@@ -10,13 +10,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 # A dimension of a value is split over no mesh axis, one axis or several.
 Spec = tuple[str | tuple[str, ...] | None, ...]
 Kind = Literal["F", "B", "W"]
 _BYTES = {"bfloat16": 2, "bool": 1}
+
+
+def divisible(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
+    """A spec without the axes that do not divide their dimension: arrays between programs have equal parts."""
+    result: list[str | tuple[str, ...] | None] = []
+    for split, size in zip(spec, shape, strict=False):
+        kept: tuple[str, ...] = ()
+        for axis in (split,) if isinstance(split, str) else split or ():
+            if size % math.prod(sizes[a] for a in (*kept, axis)) == 0:
+                kept = (*kept, axis)
+        result.append(kept if len(kept) > 1 else (kept[0] if kept else None))
+    while result and result[-1] is None:
+        result.pop()
+    return tuple(result)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +139,27 @@ class Program:
         for operation in self.operations:
             read.update(operation.inputs if isinstance(operation, Call) else (operation.source,))
         return frozenset(i for i, value in enumerate(self.inputs) if value in read)
+
+    def with_specs(self, specs: Mapping[int, Spec | None]) -> Program:
+        """The same program with some values split otherwise, as far as their submesh divides them.
+
+        Args:
+            specs: by position in `values`; None leaves a value as it is.
+        """
+        values = list(self.values)
+        for index, spec in specs.items():
+            if spec is not None:
+                value = values[index]
+                fitting = divisible(spec, value.shape, dict(self.meshes[value.mesh]))
+                values[index] = dataclasses.replace(value, spec=fitting)
+        fragments = list(self.fragments)
+        for call in self.calls():
+            fragments[call.fragment] = dataclasses.replace(
+                fragments[call.fragment],
+                inputs=tuple(values[i] for i in call.inputs),
+                outputs=tuple(values[i] for i in call.outputs),
+            )
+        return dataclasses.replace(self, values=tuple(values), fragments=tuple(fragments))
 
     def describe(self) -> str:
         """The program in a line an operation, for people."""

@@ -6,13 +6,14 @@ partitioner's dialect have no Python class: their text is the interface, and thi
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.extend.mlir import ir
 
-from jax_titan.mpmd.program import Call, Fragment, Program, Spec, Transfer, Value
+from jax_titan.mpmd.program import Call, Fragment, Program, Spec, Transfer, Value, divisible
 from jax_titan.mpmd.topology import Topology
 
 _DTYPES = {
@@ -62,16 +63,16 @@ def read_program(
     functions = {
         op.attributes["sym_name"].value: op for op in module.body.operations if op.operation.name == "func.func"
     }
-    mesh_declarations = [op for op in module.body.operations if op.operation.name == "sdy.mesh"]
-    # Submeshes become one; the partitioner adds another without axes for what is not split.
-    declaration = "\n".join(dict.fromkeys(_rename_meshes(str(op), topology) for op in mesh_declarations))
+    declarations = [op for op in module.body.operations if op.operation.name == "sdy.mesh"]
     block = functions["main"].regions[0].blocks[0]
     values: list[Value] = []
     index: dict[Any, int] = {}
 
     def define(mlir_value) -> int:
         index[mlir_value] = len(values)
-        values.append(_value_of(mlir_value.type))
+        value = _value_of(mlir_value.type)
+        sizes = dict(topology.axes()[value.mesh])
+        values.append(dataclasses.replace(value, spec=divisible(value.spec, value.shape, sizes)))
         return index[mlir_value]
 
     inputs = tuple(define(argument) for argument in block.arguments)
@@ -102,7 +103,9 @@ def read_program(
                             kind=kind,
                             stage=stage,
                             mesh=mesh,
-                            text=_standalone(callee, functions, declaration, topology),
+                            text=_standalone(
+                                callee, functions, _meshes_of(mesh, declarations, topology), topology
+                            ),
                             inputs=tuple(values[i] for i in reads),
                             outputs=tuple(values[i] for i in writes),
                             donated=_donated(functions[callee]),
@@ -186,6 +189,13 @@ def _donated(function: Any) -> tuple[int, ...]:
     return tuple(i for i, text in enumerate(attributes) if any(mark in text for mark in marks))
 
 
+def _meshes_of(mesh: str, declarations: Sequence[Any], topology: Topology) -> str:
+    """The mesh declarations of a fragment: its submesh, and what the partitioner adds for what is not split."""
+    axes = ", ".join(f'"{axis}"={size}' for axis, size in topology.axes()[mesh])
+    others = [str(op) for op in declarations if not re.search(_mesh_symbol(topology), str(op))]
+    return "\n".join([f"sdy.mesh @mesh = <[{axes}]>", *others])
+
+
 def _standalone(callee: str, functions: Mapping[str, Any], declaration: str, topology: Topology) -> str:
     """The fragment's function as `main` of a module of its own, with the private functions it calls."""
     needed, pending = [callee], [callee]
@@ -206,5 +216,8 @@ def _symbol(callee: str, text: str) -> str:
 
 def _rename_meshes(text: str, topology: Topology) -> str:
     """One symbol for every submesh: which devices a fragment runs on is decided when it is compiled."""
-    names = "|".join(re.escape(mesh) for mesh in [*topology.meshes, "mesh"])
-    return re.sub(rf"@(?:{names})\b", "@mesh", text)
+    return re.sub(_mesh_symbol(topology), "@mesh", text)
+
+
+def _mesh_symbol(topology: Topology) -> str:
+    return rf"@(?:{'|'.join(re.escape(mesh) for mesh in [*topology.meshes, 'mesh'])})\b"

@@ -45,6 +45,11 @@ class Topology:
         """Axis names and sizes of every submesh."""
         return {name: tuple(mesh.shape.items()) for name, mesh in self.meshes.items()}
 
+    @property
+    def platform(self) -> str:
+        """What the programs are compiled for: cpu, gpu, tpu."""
+        return next(iter(self.meshes.values())).devices.flat[0].platform
+
     def first_stage_on(self, mesh: str) -> int:
         """The lowest stage number that is assigned to a submesh."""
         return min(index for other, index in self.assignment.values() if other == mesh)
@@ -54,7 +59,14 @@ class Topology:
         return 1 + max(index for _, index in self.assignment.values())
 
     @classmethod
+    def of_stages(cls, meshes: Sequence[Mesh]) -> Topology:
+        """Stage s, named `stage{s}`, on the submesh `mesh{s}`."""
+        return cls(
+            {f"mesh{s}": mesh for s, mesh in enumerate(meshes)},
+            {f"stage{s}": (f"mesh{s}", s) for s in range(len(meshes))},
+        )
+
+    @classmethod
     def one_device_a_stage(cls, devices: Sequence[Device]) -> Topology:
         """Stage s, named `stage{s}`, on the submesh `mesh{s}` of one device."""
-        meshes = {f"mesh{s}": Mesh(np.array([device]), ("data",)) for s, device in enumerate(devices)}
-        return cls(meshes, {f"stage{s}": (f"mesh{s}", s) for s in range(len(meshes))})
+        return cls.of_stages([Mesh(np.array([device]), ("data",)) for device in devices])

@@ -112,6 +112,7 @@ class Checkpoint(Event):
     durable: ClassVar[bool] = True
     step: int
     seconds: float | None
+    blocking_seconds: float | None = None  # of it, while training stood still
     bytes: int | None = None
     path: str
 

@@ -3,15 +3,30 @@
 A model never names a kernel. Each operator here fixes shapes, meaning and precision; a provider does the
 work, today always `native`. Inputs in half precision are accumulated in float32; float64 stays float64.
 
-Shape suffixes: B sequences, T tokens of a sequence, D model width, F feed-forward width, N query heads,
-K key/value heads, H head size, V vocabulary.
+Shape suffixes: B sequences, T tokens of a sequence, S keys of a sequence, D model width, F feed-forward
+width, N query heads, K key/value heads, H head size, V vocabulary.
 """
 
+from collections.abc import Callable
+
 import jax
+import jax.numpy as jnp
 
 from jax_titan.ops import native
+from jax_titan.ops.chunked_loss import chunked
+from jax_titan.ops.frequencies import RopeScaling
 
-__all__ = ["attention", "cross_entropy", "embed", "glu", "linear", "rms_norm", "rope"]
+__all__ = [
+    "RopeScaling",
+    "attention",
+    "cross_entropy",
+    "embed",
+    "glu",
+    "linear",
+    "linear_cross_entropy",
+    "rms_norm",
+    "rope",
+]
 
 
 def linear(spec: str, x: jax.Array, w: jax.Array, out_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
@@ -68,7 +83,9 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return native.rms_norm(x, weight, eps)
 
 
-def rope(x_BTNH: jax.Array, positions_BT: jax.Array, theta: float) -> jax.Array:
+def rope(
+    x_BTNH: jax.Array, positions_BT: jax.Array, theta: float, scaling: RopeScaling | None = None
+) -> jax.Array:
     """Rotary position embedding in the half-split order of Hugging Face's Llama.
 
     Components i and i + H/2 form a pair, rotated by `position * theta ** (-2i / H)`. (Meta's own checkpoints
@@ -78,13 +95,14 @@ def rope(x_BTNH: jax.Array, positions_BT: jax.Array, theta: float) -> jax.Array:
         x_BTNH: queries or keys; H must be even.
         positions_BT: position of each token in its document.
         theta: base of the frequencies, 500000 in Llama 3.
+        scaling: stretches the frequencies to a longer context; None leaves them.
 
     Returns:
         An array like `x_BTNH`; angles and rotation in at least float32.
 
     Source: Su et al. 2021 (arXiv:2104.09864), equation 34.
     """
-    return native.rope(x_BTNH, positions_BT, theta)
+    return native.rope(x_BTNH, positions_BT, theta, scaling)
 
 
 def glu(gate: jax.Array, up: jax.Array, activation: str = "silu") -> jax.Array:
@@ -108,11 +126,15 @@ def glu(gate: jax.Array, up: jax.Array, activation: str = "silu") -> jax.Array:
 
 def attention(
     q_BTNH: jax.Array,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
     segments_BT: jax.Array | None = None,
     causal: bool = True,
     scale: float | None = None,
+    *,
+    positions_BT: jax.Array | None = None,
+    key_segments_BS: jax.Array | None = None,
+    key_positions_BS: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention with grouped queries over packed documents.
 
@@ -122,22 +144,26 @@ def attention(
 
     Args:
         q_BTNH: queries; N must be a multiple of K.
-        k_BTKH: keys.
-        v_BTKH: values.
+        k_BSKH: keys, of the queries' own tokens (then S is T) or of others, such as earlier ones in a cache.
+        v_BSKH: values of the same tokens.
         segments_BT: document of each token, 0 for padding; None means one document a sequence.
         causal: hide later tokens.
         scale: factor on scores, `H ** -0.5` by default.
+        positions_BT, key_positions_BS: what `causal` calls later; None for both means the order in the row.
+        key_segments_BS: document of each key; None means that of the query in the same place.
 
     Returns:
         out_BTNH in the dtype of `q_BTNH`; scores and softmax in at least float32.
 
     Raises:
-        ValueError: N is no multiple of K.
+        ValueError: N is no multiple of K, or keys of other tokens lack segments or positions of their own.
 
     Source: Vaswani et al. 2017 (arXiv:1706.03762), equation 1; grouped queries: Ainslie et al. 2023
     (arXiv:2305.13245).
     """
-    return native.attention(q_BTNH, k_BTKH, v_BTKH, segments_BT, causal, scale)
+    return native.attention(
+        q_BTNH, k_BSKH, v_BSKH, segments_BT, causal, scale, positions_BT, key_segments_BS, key_positions_BS
+    )
 
 
 def cross_entropy(
@@ -154,3 +180,38 @@ def cross_entropy(
         (loss_sum, weight_sum), scalars in at least float32.
     """
     return native.cross_entropy(logits_BTV, targets_BT, weights_BT)
+
+
+def linear_cross_entropy(
+    spec: str,
+    x_BTD: jax.Array,
+    w: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    *,
+    chunk: int = 0,
+    accumulator: str = "float32",
+    constrain: Callable[[jax.Array], jax.Array] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`cross_entropy` of `linear(spec, x, w)`; with a chunk the logits of all tokens never exist at once.
+
+    Args:
+        spec: "BTD,DV->BTV", or "BTD,VD->BTV" for a matrix that is the embedding table too.
+        x_BTD: activations.
+        w: the matrix, of any float dtype.
+        targets_BT, weights_BT: as in `cross_entropy`.
+        chunk: tokens, over all sequences, whose logits exist at once; rounded down to whole places of all
+            sequences. 0 for all of them, which saves one product with the matrix.
+        accumulator: with a chunk, the dtype in which the gradient of `w` is summed over chunks, "float32" or
+            "bfloat16"; float64 inputs keep float64.
+        constrain: called on logits [B, any, V], to say how they are split over devices.
+
+    Returns:
+        (loss_sum, weight_sum), scalars in at least float32.
+    """
+    constrain = constrain or (lambda logits: logits)
+    if chunk and chunk < targets_BT.size:
+        return chunked(spec, x_BTD, w, targets_BT, weights_BT, chunk, accumulator, constrain)
+    # The loss sees logits that were never rounded to half precision.
+    wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
+    return cross_entropy(constrain(linear(spec, x_BTD, w, out_dtype=wide)), targets_BT, weights_BT)

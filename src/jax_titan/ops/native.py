@@ -1,10 +1,10 @@
 """The operators in plain jax.numpy: right on every platform, and what other providers are measured against.
 
 Semantics are documented in `jax_titan.ops`. Half-precision inputs are computed on in float32 and float64
-stays float64: `_wide` is the one place that decides.
+stays float64: `wide_dtype` is the one place that decides.
 
-Shape suffixes: B sequences, T query tokens, S key tokens (as many as T), N query heads, K key/value heads,
-G query heads a key/value head, H head size, V vocabulary.
+Shape suffixes: B sequences, T query tokens, S key tokens (as many as T unless they come from a cache), N query
+heads, K key/value heads, G query heads a key/value head, H head size, V vocabulary.
 """
 
 from functools import partial
@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_titan.ops.frequencies import RopeScaling, rope_frequencies
+
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu": partial(jax.nn.gelu, approximate=False)}
 
 
-def _wide(dtype: jax.typing.DTypeLike) -> np.dtype:
+def wide_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
     """The dtype to accumulate in: float32, or float64 for float64."""
     return jnp.promote_types(dtype, jnp.float32)
 
@@ -28,7 +30,7 @@ def _wide(dtype: jax.typing.DTypeLike) -> np.dtype:
 # to its argument's dtype.
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(spec: str, out_dtype: np.dtype, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _einsum(spec, x, w.astype(x.dtype), out_dtype)
+    return einsum_wide(spec, x, w.astype(x.dtype), out_dtype)
 
 
 def _product_forward(spec: str, out_dtype: np.dtype, x: jax.Array, w: jax.Array):
@@ -37,30 +39,30 @@ def _product_forward(spec: str, out_dtype: np.dtype, x: jax.Array, w: jax.Array)
 
 def _product_backward(spec: str, out_dtype: np.dtype, residuals: tuple[jax.Array, jax.Array], g: jax.Array):
     x, w = residuals
-    x_spec, w_spec, out_spec = _terms(spec)
+    x_spec, w_spec, out_spec = terms(spec)
     g = g.astype(x.dtype)
-    dx = _einsum(f"{out_spec},{w_spec}->{x_spec}", g, w.astype(x.dtype), x.dtype)
-    dw = _einsum(f"{x_spec},{out_spec}->{w_spec}", x, g, w.dtype)
+    dx = einsum_wide(f"{out_spec},{w_spec}->{x_spec}", g, w.astype(x.dtype), x.dtype)
+    dw = einsum_wide(f"{x_spec},{out_spec}->{w_spec}", x, g, w.dtype)
     return dx, dw
 
 
 _product.defvjp(_product_forward, _product_backward)
 
 
-def _einsum(spec: str, a: jax.Array, b: jax.Array, out_dtype: np.dtype) -> jax.Array:
-    return jnp.einsum(spec, a, b, preferred_element_type=_wide(a.dtype)).astype(out_dtype)
+def einsum_wide(spec: str, a: jax.Array, b: jax.Array, out_dtype: np.dtype) -> jax.Array:
+    return jnp.einsum(spec, a, b, preferred_element_type=wide_dtype(a.dtype)).astype(out_dtype)
 
 
-def _terms(spec: str) -> tuple[str, str, str]:
+def terms(spec: str) -> tuple[str, str, str]:
     inputs, out = spec.split("->")
     x, w = inputs.split(",")
     return x, w, out
 
 
 def linear(spec: str, x: jax.Array, w: jax.Array, out_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    terms = _terms(spec)
+    parts = terms(spec)
     # A letter in one term only is a plain sum; no product of the other two terms gives its gradient.
-    lonely = sorted({letter for term in terms for letter in term if sum(letter in t for t in terms) < 2})
+    lonely = sorted({letter for term in parts for letter in term if sum(letter in t for t in parts) < 2})
     if lonely:
         raise ValueError(f"linear: {spec!r}: each letter must be in two of the three terms, unlike {lonely}")
     return _product(spec, np.dtype(out_dtype or x.dtype), x, w)
@@ -72,17 +74,17 @@ def embed(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jax.typing.DTypeLike
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    wide = _wide(x.dtype)
+    wide = wide_dtype(x.dtype)
     x_wide = x.astype(wide)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(x_wide), axis=-1, keepdims=True) + eps)
     return (x_wide * scale * weight.astype(wide)).astype(x.dtype)
 
 
-def rope(x_BTNH: jax.Array, positions_BT: jax.Array, theta: float) -> jax.Array:
-    wide = _wide(x_BTNH.dtype)
-    head_size = x_BTNH.shape[-1]
-    # In NumPy and float64, as theta ** x in float32 is off by several units in the last place.
-    frequencies = theta ** (-np.arange(0, head_size, 2, dtype=np.float64) / head_size)
+def rope(
+    x_BTNH: jax.Array, positions_BT: jax.Array, theta: float, scaling: RopeScaling | None = None
+) -> jax.Array:
+    wide = wide_dtype(x_BTNH.dtype)
+    frequencies = rope_frequencies(x_BTNH.shape[-1], theta, scaling)
     angles_BT1F = positions_BT[:, :, None, None].astype(wide) * jnp.asarray(frequencies, wide)
     cos, sin = jnp.cos(angles_BT1F), jnp.sin(angles_BT1F)
     first, second = jnp.split(x_BTNH.astype(wide), 2, axis=-1)
@@ -92,7 +94,7 @@ def rope(x_BTNH: jax.Array, positions_BT: jax.Array, theta: float) -> jax.Array:
 def glu(gate: jax.Array, up: jax.Array, activation: str = "silu") -> jax.Array:
     if activation not in _ACTIVATIONS:
         raise ValueError(f"glu: activation {activation!r} is none of {sorted(_ACTIVATIONS)}")
-    wide = _wide(gate.dtype)
+    wide = wide_dtype(gate.dtype)
     return (_ACTIVATIONS[activation](gate.astype(wide)) * up.astype(wide)).astype(gate.dtype)
 
 
@@ -103,17 +105,32 @@ def attention(
     segments_BT: jax.Array | None = None,
     causal: bool = True,
     scale: float | None = None,
+    positions_BT: jax.Array | None = None,
+    key_segments_BS: jax.Array | None = None,
+    key_positions_BS: jax.Array | None = None,
 ) -> jax.Array:
     B, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
+    S, K = k_BSKH.shape[1:3]
     if N % K:
         raise ValueError(f"attention: {N} query heads are no multiple of {K} key/value heads")
-    wide = _wide(q_BTNH.dtype)
+    if (positions_BT is None) != (key_positions_BS is None):
+        raise ValueError("attention: positions and key_positions go together; give both or none")
+    if segments_BT is None and key_segments_BS is not None:
+        raise ValueError("attention: key_segments without segments; give both")
+    own_places = (segments_BT is None or key_segments_BS is not None) and not (causal and positions_BT is None)
+    if S != T and not own_places:
+        raise ValueError(f"attention: {S} keys for {T} queries; give the keys segments and positions of their own")
+    wide = wide_dtype(q_BTNH.dtype)
     scale = H**-0.5 if scale is None else scale
 
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
     scores_BKGTS = scale * _product("BTKGH,BSKH->BKGTS", wide, q_BTKGH, k_BSKH)
-    visible_B11TS = _visible(B, T, segments_BT, causal)[:, None, None]
+    visible_BTS = jnp.ones((B, T, S), bool)
+    if causal:
+        visible_BTS &= _not_later(T, positions_BT, key_positions_BS)
+    if segments_BT is not None:
+        visible_BTS &= _same_document(segments_BT, segments_BT if key_segments_BS is None else key_segments_BS)
+    visible_B11TS = visible_BTS[:, None, None]
     # The lowest finite number, not -inf: a row that sees nothing gets even weights instead of NaN, both here
     # and in the gradient, and the second `where` turns those into zeros.
     scores_BKGTS = jnp.where(visible_B11TS, scores_BKGTS, jnp.finfo(wide).min)
@@ -122,24 +139,26 @@ def attention(
     return out_BTKGH.reshape(B, T, N, H)
 
 
-def _visible(B: int, T: int, segments_BT: jax.Array | None, causal: bool) -> jax.Array:
-    """visible_BTS: which keys S each query T may see."""
-    visible_BTS = jnp.ones((B, T, T), bool)
-    if causal:
-        visible_BTS = jnp.tril(visible_BTS)
-    if segments_BT is not None:
-        same_BTS = segments_BT[:, :, None] == segments_BT[:, None, :]
-        visible_BTS = visible_BTS & same_BTS & (segments_BT != 0)[:, :, None]
-    return visible_BTS
+def _not_later(T: int, positions_BT: jax.Array | None, key_positions_BS: jax.Array | None) -> jax.Array:
+    """[B or 1, T, S]: which keys are not later than each query; without positions they are one row in order."""
+    if positions_BT is None or key_positions_BS is None:
+        return jnp.tril(jnp.ones((1, T, T), bool))
+    return key_positions_BS[:, None, :] <= positions_BT[:, :, None]
+
+
+def _same_document(segments_BT: jax.Array, key_segments_BS: jax.Array) -> jax.Array:
+    """[B, T, S]: which keys are of each query's document; padding, segment 0, is of none."""
+    return (segments_BT[:, :, None] == key_segments_BS[:, None, :]) & (segments_BT != 0)[:, :, None]
 
 
 def cross_entropy(
     logits_BTV: jax.Array, targets_BT: jax.Array, weights_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    wide = _wide(logits_BTV.dtype)
+    wide = wide_dtype(logits_BTV.dtype)
     logits_BTV = logits_BTV.astype(wide)
     weights_BT = weights_BT.astype(wide)
     chosen_BT = jnp.take_along_axis(logits_BTV, targets_BT[:, :, None], axis=-1)[:, :, 0]
     nll_BT = jax.nn.logsumexp(logits_BTV, axis=-1) - chosen_BT
-    # Not a bare product: a masked token may hold a target outside the vocabulary, and zero times NaN is NaN.
-    return jnp.sum(jnp.where(weights_BT == 0, 0.0, weights_BT * nll_BT)), jnp.sum(weights_BT)
+    # A masked token may hold a target outside the vocabulary, and zero times NaN is NaN, also in a gradient.
+    nll_BT = jnp.where(weights_BT == 0, 0.0, nll_BT)
+    return jnp.sum(weights_BT * nll_BT), jnp.sum(weights_BT)

@@ -69,17 +69,19 @@ class Step:
         model: the chain.
         stages: its units, by stage.
         optimizer: the rule of the update.
+        stacked: names of the units that stand for several, whose leaves have one dimension more (`stack`).
     """
 
     model: Model
     stages: tuple[tuple[Unit, ...], ...]
     optimizer: Optimizer
+    stacked: frozenset[str] = frozenset()
 
     @classmethod
-    def cut(cls, model: Model, optimizer: Optimizer, stages: int) -> Step:
+    def cut(cls, model: Model, optimizer: Optimizer, stages: int, stacked: frozenset[str] = frozenset()) -> Step:
         sizes = cut_chain([unit.cost for unit in model.units], stages)
         units = iter(model.units)
-        return cls(model, tuple(tuple(next(units) for _ in range(size)) for size in sizes), optimizer)
+        return cls(model, tuple(tuple(next(units) for _ in range(size)) for size in sizes), optimizer, stacked)
 
     @property
     def stage_of(self) -> dict[str, int]:
@@ -103,12 +105,14 @@ class Step:
         """Shapes of what one step accumulates: a loss sum, gradients by unit, and gradients of replicas."""
         shapes = self.model.shapes
         return {
-            "loss": jax.ShapeDtypeStruct((), self._loss_dtype()),
+            "loss": jax.ShapeDtypeStruct((), self.loss_dtype),
             "gradients": shapes,
             "replicas": {f"{unit}/{other}": shapes[other] for unit, other in self.replicas()},
         }
 
-    def _loss_dtype(self):
+    @property
+    def loss_dtype(self) -> Any:
+        """What losses, and sums of weights, are accumulated in."""
         leaves = jax.tree.leaves(self.model.shapes)
         return jnp.promote_types(jnp.float32, leaves[0].dtype)
 
@@ -196,15 +200,12 @@ class Step:
                     gradients = jax.tree.map(lambda g: g * factor.astype(g.dtype), gradients)
                 results = {}
                 for name in params:
-                    updates, state = self.optimizer.transformation.update(
-                        gradients[name], optimizer[name], params[name]
-                    )
-                    results[name] = (jax.tree.map(_add_update, params[name], updates), state)
+                    results[name] = self._updated(name, params[name], optimizer[name], gradients[name])
                 return (
                     {name: result[0] for name, result in results.items()},
                     {name: result[1] for name, result in results.items()},
-                    jax.tree.map(jnp.zeros_like, gradients),
-                    jax.tree.map(jnp.zeros_like, spent),
+                    jax.tree.map(_emptied, gradients),
+                    jax.tree.map(_emptied, spent),
                 )
 
             names = [unit.name for unit in units]
@@ -229,6 +230,25 @@ class Step:
                 zeros["loss"] = zero_spent.pop("loss")
             zeros["replicas"] |= zero_spent
         return new_params, new_optimizer, zeros, {"loss": loss, "grad_norm": norm}
+
+    def _updated(self, name: str, params: Any, state: Any, gradients: Any) -> tuple[Any, Any]:
+        """One unit's next parameters and optimizer state."""
+
+        def one(params, state, gradients):
+            updates, state = self.optimizer.transformation.update(gradients, state, params)
+            return jax.tree.map(_add_update, params, updates), state
+
+        # The rule must see each of the stacked units by itself: what decays depends on a leaf's dimensions.
+        return (jax.vmap(one) if name in self.stacked else one)(params, state, gradients)
+
+
+def _emptied(spent: jax.Array) -> jax.Array:
+    """Zeros in the memory of an array that was read for the last time.
+
+    The barrier ties them to that array: as constants, equal ones would become one array with two names, and the
+    next step could not overwrite both.
+    """
+    return jax.lax.optimization_barrier((spent, jnp.zeros_like(spent)))[1]
 
 
 def _add_update(parameter: jax.Array, update: jax.Array) -> jax.Array:

@@ -48,6 +48,7 @@ def adamw(
     eps: float,
     weight_decay: float,
     clip_norm: float,
+    state_dtype: str = "float32",
 ) -> Optimizer:
     """AdamW; weights of one dimension (norms) do not decay.
 
@@ -58,6 +59,7 @@ def adamw(
         warmup_steps: linear rise from 0; the first update already moves.
         b1, b2, eps, weight_decay: AdamW's, decoupled decay (arXiv 1711.05101).
         clip_norm: global gradient norm; 0 never clips.
+        state_dtype: of the two means between steps, "float32" or "bfloat16"; wider parameters keep their own.
     """
     if schedule == "cosine":
         after = optax.cosine_decay_schedule(learning_rate, max(1, steps - warmup_steps), final_fraction)
@@ -76,7 +78,25 @@ def adamw(
         weight_decay=weight_decay,
         mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p),
     )
+    if state_dtype != "float32":
+        transformation = _stored_as(transformation, state_dtype)
     return Optimizer(transformation, rate, clip_norm)
+
+
+def _stored_as(inner: optax.GradientTransformation, dtype: str) -> optax.GradientTransformation:
+    """A transformation whose float32 state is kept in a narrower format; it computes in float32 all the same."""
+
+    def cast(tree, source, target):
+        return jax.tree.map(lambda x: x.astype(target) if x.dtype == source else x, tree)
+
+    def init(params):
+        return cast(inner.init(params), jnp.float32, dtype)
+
+    def update(updates, state, params=None):
+        updates, state = inner.update(updates, cast(state, dtype, jnp.float32), params)
+        return updates, cast(state, jnp.float32, dtype)
+
+    return optax.GradientTransformation(init, update)
 
 
 class RateTable:

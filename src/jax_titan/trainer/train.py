@@ -16,22 +16,23 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from jax_titan.config import Config, ConfigError, to_toml
-from jax_titan.data.corpus import CorpusSpec
 from jax_titan.data.errors import DataError
-from jax_titan.data.progress import rich_progress
-from jax_titan.data.store import SPLITS, TokenStore, prepare
+from jax_titan.data.mixture import MixtureStore
+from jax_titan.data.store import TokenStore
 from jax_titan.data.text import Prefetch, TextDataset
 from jax_titan.observability import records
 from jax_titan.observability.console import Console
 from jax_titan.observability.env import device_peak_bytes, environment, host_peak_bytes
 from jax_titan.observability.summarize import format_summary, summarize
+from jax_titan.trainer.corpus import TOKENIZER, open_datasets, open_store
 from jax_titan.trainer.rundir import check_run_dir, claim_run_dir, record_config
 from jax_titan.trainer.signals import StopSignals
 
 if TYPE_CHECKING:
     from jax_titan.trainer.checkpoint import Checkpoints
-    from jax_titan.trainer.layout import Layout, TrainState
+    from jax_titan.trainer.layout import Layout
     from jax_titan.trainer.optimizer import Optimizer, RateTable
+    from jax_titan.trainer.state import Load, TrainState
 
 COMPLETE, FAILED, USAGE, RESUMABLE = 0, 1, 2, 75
 
@@ -51,16 +52,19 @@ def train(config: Config, command: list[str] | None = None) -> int:
         DataError: the corpus cannot be read.
     """
     check_run_dir(config)
-    store = _prepare(config)
+    store = open_store(config)
     from jax_titan.trainer.devices import choose_devices
 
     devices = choose_devices(config)
     from jax_titan.trainer.build import build_layout, build_model, build_optimizer
+    from jax_titan.trainer.placement import Placement
+    from jax_titan.trainer.weights import weights_to_start_from
 
     model, optimizer = build_model(config, store.vocab_size), build_optimizer(config)
     layout = build_layout(config, model, optimizer, devices)
     with ExitStack() as stack:
-        run = _open_run(config, store, layout, optimizer, stack)
+        load = weights_to_start_from(config, model, store.tokenizer.digest)
+        run = _open_run(config, store, layout, optimizer, load, stack)
         if run.start_step >= run.end_step:
             run.console.note(
                 f"{config.run.dir} is complete at step {run.start_step}; "
@@ -83,6 +87,8 @@ def train(config: Config, command: list[str] | None = None) -> int:
                 **environment(devices),
             )
         )
+        for line in Placement.of(config, model, optimizer).lines():
+            run.console.note(line)
         reason, exit_code, message = "crash", FAILED, None
         stop = stack.enter_context(StopSignals())
         try:
@@ -134,6 +140,7 @@ class _Run:
     console: Console
     learning_rates: RateTable
     facts: dict[str, Any]
+    load: Load | None
     start_step: int
     end_step: int
     started: float
@@ -153,12 +160,10 @@ class _Run:
                 transfers_per_step=report.transfers_per_step,
             )
         )
-        for line in self.layout.describe():
-            self.console.note(line)
         if self.start_step:
             saved = self.checkpoints.restore(self.start_step, self.layout.state_shardings())
             return self.layout.adopt(*saved)
-        return self.layout.init(self.config.run.seed)
+        return self.layout.init(self.config.run.seed, self.load)
 
     def train(self, state: TrainState, stop: Callable[[], str | None]) -> str:
         """Run the steps that are left. Returns why it ended: ok, stop_after, or the signal."""
@@ -187,8 +192,11 @@ class _Run:
                 if evaluate:
                     self._evaluate(state, step)
                 self.clock = time.monotonic()
+            self._report_saved()
             if signal_name and step < self.end_step:
+                self._report_saved(wait=True)
                 return signal_name
+        self._report_saved(wait=True)
         return "ok" if self.end_step == config.train.steps else "stop_after"
 
     def _record(self, pending: _Pending | None) -> None:
@@ -240,13 +248,20 @@ class _Run:
         )
 
     def _save(self, state: TrainState, step: int) -> None:
-        from jax_titan.trainer.checkpoint import size_bytes
+        self.checkpoints.save(step, *self.layout.to_save(state), self.facts)
 
-        start = time.monotonic()
-        path = self.checkpoints.save(step, state.params, state.optimizer, self.facts)
-        self.recorder.emit(
-            records.Checkpoint(step=step, seconds=time.monotonic() - start, bytes=size_bytes(path), path=str(path))
-        )
+    def _report_saved(self, wait: bool = False) -> None:
+        """Record the checkpoints that were committed meanwhile; with `wait` also the one still being written."""
+        for saved in self.checkpoints.finished(wait):
+            self.recorder.emit(
+                records.Checkpoint(
+                    step=saved.step,
+                    seconds=saved.seconds,
+                    blocking_seconds=saved.blocking_seconds,
+                    bytes=saved.bytes,
+                    path=str(saved.path),
+                )
+            )
 
 
 def _say(text: str) -> None:
@@ -272,22 +287,14 @@ def _due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def _prepare(config: Config) -> TokenStore:
-    data = config.data
-    spec = CorpusSpec(data.path, data.tokenizer, data.vocab_size, data.text_field, data.validation_fraction)
-    with rich_progress() as progress:
-        store = prepare(spec, config.cache_dir, progress)
-    if 0 < config.model.vocab_size < store.vocab_size:
-        raise ConfigError(
-            [
-                f"model.vocab_size: {config.model.vocab_size} is less than the tokenizer's {store.vocab_size}; "
-                "use 0 for the tokenizer's"
-            ]
-        )
-    return store
-
-
-def _open_run(config: Config, store: TokenStore, layout: Layout, optimizer: Optimizer, stack: ExitStack) -> _Run:
+def _open_run(
+    config: Config,
+    store: TokenStore | MixtureStore,
+    layout: Layout,
+    optimizer: Optimizer,
+    load: Load | None,
+    stack: ExitStack,
+) -> _Run:
     """Make or reopen the run directory, and find the last checkpoint in it."""
     from jax_titan.trainer.checkpoint import Checkpoints
     from jax_titan.trainer.optimizer import RateTable
@@ -296,9 +303,9 @@ def _open_run(config: Config, store: TokenStore, layout: Layout, optimizer: Opti
     directory = stack.enter_context(claim_run_dir(config))
     if not (directory / "config.toml").exists():  # first of all: it is what makes the directory a run
         record_config(config)
-    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep)
+    checkpoints = Checkpoints(directory / "checkpoints", config.checkpoint.keep, config.checkpoint.asynchronous)
     stack.callback(checkpoints.close)
-    facts = {"data_digest": store.digest}
+    facts = {"data_digest": store.digest, "tokenizer_digest": store.tokenizer.digest}
     step = checkpoints.latest_step
     if step is not None:
         saved = checkpoints.facts(step).get("data_digest")
@@ -310,14 +317,11 @@ def _open_run(config: Config, store: TokenStore, layout: Layout, optimizer: Opti
                 ]
             )
     record_config(config)
+    store.tokenizer.save(directory / TOKENIZER)
     console = stack.enter_context(Console(config.train.steps))
     recorder = stack.enter_context(records.Recorder(directory / "events.jsonl", listeners=[console.show]))
     t = config.train
-    datasets = {
-        split: TextDataset(store, split, t.sequence_length, t.batch, config.run.seed)
-        for split in SPLITS
-        if store.documents(split)
-    }
+    datasets = open_datasets(config, store)
     training = stack.enter_context(Prefetch(datasets["train"]))
     return _Run(
         config=config,
@@ -329,6 +333,7 @@ def _open_run(config: Config, store: TokenStore, layout: Layout, optimizer: Opti
         console=console,
         learning_rates=RateTable(optimizer.learning_rate),
         facts=facts,
+        load=load,
         start_step=step or 0,
         end_step=min(t.stop_after or t.steps, t.steps),
         started=started,

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -140,7 +141,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "train": Command(
             usage="train PRESET|FILE.toml [--dry-run [--json]]",
-            summary="Train a model, or continue its run; makes a run directory. --dry-run only tells the plan.",
+            summary="Train a model, or continue its run; makes a run directory.",
             example="train llama3-debug --train.steps 20 --run.dir runs/first",
             sections=tuple(SECTIONS),
             run=train,
@@ -251,18 +252,23 @@ def _overview() -> str:
             "",
             *(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()),
             "",
-            f"Presets: {', '.join(presets())}",
+            _presets(),
             f"Example: jax-titan {COMMANDS['train'].example}",
             "`jax-titan COMMAND --help` tells more; `jax-titan --version` tells the version.",
         ]
     )
 
 
+def _presets() -> str:
+    return textwrap.fill(f"Presets: {', '.join(presets())}", 80)
+
+
 def _print_command_help(name: str, arguments: list[str]) -> None:
     command = COMMANDS[name]
     example = f"Example: jax-titan {command.example}"
     if command.sections:
-        description = f"{command.summary}\n\n{example}\n\nPresets: {', '.join(presets())}"
+        known = _presets().replace("\n", "\n\n")  # tyro joins lines, but not paragraphs
+        description = f"{command.summary}\n\n{example}\n\n{known}"
         print_help(f"jax-titan {command.usage}", description, arguments[0], command.sections)
     else:
         print(f"usage: jax-titan {command.usage}\n\n{command.summary}\n{example}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import jax
 import numpy as np
@@ -72,7 +73,7 @@ def model_of(case, dtype):
     return rematerialised(model, case.remat)
 
 
-def layout_of(case, dtype="float32"):
+def layout_of(case, dtype="float32") -> Any:
     model, meshes = model_of(case, dtype), make_meshes(*case.stages)
     if case.spmd:
         return SpmdLayout(model, demo_optimizer(), meshes[0], MICROBATCHES, (BATCH, LENGTH), case.scan)
@@ -199,10 +200,10 @@ def test_one_programs_temporary_memory_is_less_with_remat(remat):
     def temporary_bytes(remat):
         # Deep enough that activations, not gradients, are what the memory is for.
         model = demo_model(False, "float32", **{**SMALL, "layers": 8}, sequence_length=128)
-        layout = SpmdLayout(
-            rematerialised(model, remat), demo_optimizer(), make_meshes(ONE)[0], 1, (BATCH, 128)
-        )
-        return layout.lower().compile().memory_analysis().temp_size_in_bytes
+        layout = SpmdLayout(rematerialised(model, remat), demo_optimizer(), make_meshes(ONE)[0], 1, (BATCH, 128))
+        analysis = layout.lower().compile().memory_analysis()
+        assert analysis is not None
+        return analysis.temp_size_in_bytes
 
     assert temporary_bytes(remat) < 0.8 * temporary_bytes("none")
 

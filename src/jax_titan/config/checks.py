@@ -80,7 +80,7 @@ def _stretch_is_between_two_lengths(c: Config) -> str | None:
 
 def _weights_to_start_from_are_there(c: Config) -> str | None:
     path = c.model.init_from
-    if (c.run_dir / "checkpoints").is_dir():
+    if os.path.isdir(c.run_dir / "checkpoints"):
         return None  # the run has weights of its own
     if not path or os.path.isdir(os.path.join(path, "checkpoints")):
         return None

@@ -284,8 +284,19 @@ def load(path: Path) -> Tokenizer:
 
 
 def open_tokenizer(kind: str, file: str) -> Tokenizer:
+    """A tokenizer that is not trained on the corpus.
+
+    Args:
+        kind: "bytes", or "bpe" with a file.
+        file: what `Tokenizer.save` wrote.
+
+    Raises:
+        DataError: the kind is not supported, or the file is no tokenizer of ours.
+    """
     if kind == "bytes":
         return ByteTokenizer()
+    if kind != "bpe":
+        raise DataError(f"data.tokenizer: {kind!r} is not supported yet; use 'bytes' or 'bpe'")
     return load(Path(file))
 
 

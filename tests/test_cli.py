@@ -158,7 +158,7 @@ def test_a_reader_that_closes_early_gets_no_stack_trace():
 
 BAD_USAGE = {
     "trian": "'trian' is an unknown command; did you mean train?",
-    "xyzzy": "'xyzzy' is an unknown command; commands are train, prepare, summarize",
+    "xyzzy": "'xyzzy' is an unknown command; commands are train, prepare, generate, summarize",
     "--train": "'--train' is an unknown command; did you mean train?",
     "train": (
         "train: name a preset or a TOML file first, for example: "

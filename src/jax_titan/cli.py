@@ -5,6 +5,7 @@ standard error, one line each. Exit codes: 0 complete, 75 stopped early and resu
 configuration.
 """
 
+import codecs
 import contextlib
 import json
 import os
@@ -36,6 +37,7 @@ class Command:
     example: str
     sections: tuple[str, ...]  # of the configuration, listed in its help
     run: Callable[[list[str]], int]
+    details: str = ""  # what its help says of flags that are not fields of the configuration
 
 
 def train(arguments: list[str]) -> int:
@@ -137,6 +139,96 @@ def summarize(arguments: list[str]) -> int:
     return OK
 
 
+def generate(arguments: list[str]) -> int:
+    """Continue prompts with a run's model; a single one streams to the terminal as it is drawn."""
+    arguments, as_json = _without("--json", arguments)
+    if not arguments or arguments[0].startswith("-"):
+        example = COMMANDS["generate"].example
+        raise UsageError(f"generate: name a run directory first, for example: jax-titan {example}")
+    run, *flags = arguments
+    prompts, options, step = _generate_options(flags)
+    from pathlib import Path
+
+    from jax_titan.data.errors import DataError
+    from jax_titan.trainer.errors import RunError
+    from jax_titan.trainer.sampling import Sampling
+
+    try:
+        sampling = Sampling(**options)
+    except ValueError as error:
+        raise UsageError(f"generate: {error}") from error
+    from jax_titan.trainer.generate import Generator
+
+    try:
+        generator = Generator.of_run(Path(run), step)
+    except (DataError, RunError) as error:
+        raise UsageError(str(error)) from error
+    tokens: list[list[int]] = [[] for _ in prompts]
+    streams = len(prompts) == 1 and not as_json
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    if streams:
+        print(prompts[0], end="", flush=True)
+    for drawn in generator.stream(prompts, sampling):
+        for row, token in zip(tokens, drawn, strict=True):
+            if token is not None:
+                row.append(token)
+        if streams and drawn[0] is not None:
+            print(decoder.decode(generator.tokenizer.decode_bytes([drawn[0]])), end="", flush=True)
+    if streams:
+        print(decoder.decode(b"", final=True))
+        return OK
+    texts = [generator.tokenizer.decode(row) for row in tokens]
+    if as_json:
+        rows = zip(prompts, texts, tokens, strict=True)
+        print(json.dumps([{"prompt": p, "text": text, "tokens": row} for p, text, row in rows], indent=2))
+    else:
+        print("\n\n".join(prompt + text for prompt, text in zip(prompts, texts, strict=True)))
+    return OK
+
+
+_GENERATE_OPTIONS: Mapping[str, type] = MappingProxyType(
+    {"prompt": str, "temperature": float, "top_k": int, "top_p": float, "seed": int, "tokens": int, "step": int}
+)
+
+_GENERATE_DETAILS = """\
+  --prompt TEXT       text to continue; again for a batch; none is the empty text
+  --tokens N          tokens to draw at most, fewer where the text ends (100)
+  --temperature T     0 takes the likeliest token; 1 draws as the model says (0.8)
+  --top_k K           draw among the K likeliest tokens; 0 is all (0)
+  --top_p P           draw among the likeliest that together have P (1)
+  --seed N            of the drawing; the same one draws the same text (0)
+  --step N            of the checkpoint; the newest otherwise
+  --json              prompts, texts and token ids as JSON, once all is drawn
+"""
+
+
+def _generate_options(flags: list[str]) -> tuple[list[str], dict[str, Any], int | None]:
+    """The prompts, the options of the sampling and the step, from the flags of `generate`."""
+    prompts: list[str] = []
+    options: dict[str, Any] = {}
+    waiting = list(reversed(flags))
+    while waiting:
+        flag, joined, text = waiting.pop().partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or name not in _GENERATE_OPTIONS:
+            way_out = suggestion(name, _GENERATE_OPTIONS) or f"; flags are {', '.join(_GENERATE_OPTIONS)} and json"
+            raise UsageError(f"generate: {show(flag)} is unknown{way_out}")
+        if not joined:
+            if not waiting:
+                raise UsageError(f"generate: --{name}: the value is missing")
+            text = waiting.pop()
+        try:
+            value = _GENERATE_OPTIONS[name](text)
+        except ValueError:
+            kind = "a whole number" if _GENERATE_OPTIONS[name] is int else "a number"
+            raise UsageError(f"generate: --{name}: {show(text)} is not {kind}") from None
+        if name == "prompt":
+            prompts.append(value)
+        else:
+            options[name] = value
+    return prompts or [""], options, options.pop("step", None)
+
+
 COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "train": Command(
@@ -145,6 +237,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             example="train llama3-debug --train.steps 20 --run.dir runs/first",
             sections=tuple(SECTIONS),
             run=train,
+            details="--dry-run says what would run where, doing none of it; --json says it as JSON.",
         ),
         "prepare": Command(
             usage="prepare PRESET|FILE.toml [--json]",
@@ -152,6 +245,14 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
             example="prepare llama3-debug --data.path corpus.txt --data.vocab_size 4096",
             sections=("data",),
             run=prepare,
+        ),
+        "generate": Command(
+            usage="generate RUN --prompt TEXT [--prompt TEXT ...] [options]",
+            summary="Continue prompts with the model of a run, from a checkpoint of any layout.",
+            example='generate runs/llama3-debug --prompt "Call me" --tokens 50 --top_p 0.9',
+            sections=(),
+            run=generate,
+            details=_GENERATE_DETAILS,
         ),
         "summarize": Command(
             usage="summarize RUN [--json]",
@@ -268,7 +369,8 @@ def _print_command_help(name: str, arguments: list[str]) -> None:
     example = f"Example: jax-titan {command.example}"
     if command.sections:
         known = _presets().replace("\n", "\n\n")  # tyro joins lines, but not paragraphs
-        description = f"{command.summary}\n\n{example}\n\n{known}"
+        description = "\n\n".join(part for part in (command.summary, command.details, example, known) if part)
         print_help(f"jax-titan {command.usage}", description, arguments[0], command.sections)
     else:
-        print(f"usage: jax-titan {command.usage}\n\n{command.summary}\n{example}")
+        details = f"\n{command.details}\n" if command.details else ""
+        print(f"usage: jax-titan {command.usage}\n\n{command.summary}\n{details}{example}")

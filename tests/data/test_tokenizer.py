@@ -15,6 +15,7 @@ from jax_titan.data.tokenizer import (
     ByteTokenizer,
     Tokenizer,
     load,
+    open_tokenizer,
     pieces,
     train_bpe,
 )
@@ -83,6 +84,23 @@ def test_text_that_spells_a_special_is_ordinary_text(tokenizer: Tokenizer, tmp_p
             ids = t.encode(text)
             assert not {t.bos, t.eos} & set(ids.tolist())
             assert t.decode(ids) == text
+
+
+def test_text_that_spells_a_special_becomes_it_where_asked(tokenizer: Tokenizer):
+    bos, eos = tokenizer.bos, tokenizer.eos
+    text = f"{BOS}a{EOS}{EOS} b{BOS[:-1]}"
+    ids = tokenizer.encode(text, specials=True)
+    a, b = tokenizer.encode("a").tolist(), tokenizer.encode(f" b{BOS[:-1]}").tolist()
+    assert ids.tolist() == [bos, *a, eos, eos, *b]
+    assert ids.dtype == np.int32
+    assert tokenizer.decode(ids, specials=True) == text
+    assert tokenizer.decode(ids) == f"a b{BOS[:-1]}"
+    batch = tokenizer.encode_batch(["", text, "a"], specials=True)
+    assert [each.tolist() for each in batch] == [[], ids.tolist(), a]
+
+
+def test_generation_ends_at_the_end_of_text(tokenizer: Tokenizer):
+    assert tokenizer.stop_ids == {tokenizer.eos}
 
 
 def test_a_special_spelled_in_the_training_text_stays_ordinary_text():
@@ -179,3 +197,50 @@ def test_pieces_encode_as_the_whole_text_does(bpe: BpeTokenizer):
         ids = np.concatenate(bpe.encode_batch(cut))
         np.testing.assert_array_equal(ids, bpe.encode(text))
     assert len(list(pieces("line\n" * 100, size=10))) > 10
+
+
+def test_a_tokenizer_is_opened_from_its_file_or_directory(tokenizer: Tokenizer, tmp_path: Path):
+    tokenizer.save(tmp_path / "tokenizer.json")
+    for file in (tmp_path, tmp_path / "tokenizer.json"):
+        opened = open_tokenizer(tokenizer.kind, str(file))
+        assert (opened.kind, opened.digest) == (tokenizer.kind, tokenizer.digest)
+    assert open_tokenizer("bytes", "").digest == ByteTokenizer().digest
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "message"),
+    [
+        ("words", "", r"data\.tokenizer: 'words' is not known; use one of bytes, bpe, llama3, huggingface"),
+        ("bpe", "", r"data\.tokenizer_file: bpe needs a file; give the path of"),
+        ("huggingface", "", r"data\.tokenizer_file: huggingface needs a file; give the path of a tokenizer\.json"),
+        ("bpe", "none.json", r"data\.tokenizer_file: .*none\.json cannot be read \(No such file"),
+        ("llama3", ".", r"data\.tokenizer_file: .* has no tokenizer\.model in it"),
+        ("huggingface", ".", r"data\.tokenizer_file: .* has no tokenizer\.json in it"),
+        ("bpe", "cut.json", r"data\.tokenizer_file: .*cut\.json is damaged"),
+        ("huggingface", "cut.json", r"data\.tokenizer_file: .*cut\.json is damaged"),
+        ("llama3", "cut.json", r"data\.tokenizer_file: .*cut\.json is damaged"),
+        ("huggingface", "config.json", r"data\.tokenizer_file: .*config\.json has no model in it"),
+        ("huggingface", "empty.json", r"data\.tokenizer_file: .*empty\.json cannot be read .*; get it again"),
+        ("bpe", "bytes.json", r"data\.tokenizer_file: .*is of another kind; use data\.tokenizer bytes"),
+        ("bpe", "binary", r"data\.tokenizer_file: .*binary line 1 is not"),
+        ("bpe", "odd.json", r"data\.tokenizer_file: .*odd\.json is not a tokenizer that can be loaded"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused_in_one_line(kind: str, file: str, message: str, tmp_path: Path):
+    ByteTokenizer().save(tmp_path / "bytes.json")
+    (tmp_path / "cut.json").write_text('{"model": {"type": "BPE", "vocab": {"a"')
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "empty.json").write_text('{"model": {}}')
+    (tmp_path / "odd.json").write_text('{"kind": "odd"}')
+    (tmp_path / "binary").write_bytes(b"\x00\x0a\xff")
+    with pytest.raises(DataError, match=message) as caught:
+        open_tokenizer(kind, str(tmp_path / file) if file else "")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_json_that_is_not_ours_is_refused_with_the_kind_to_use(bpe: BpeTokenizer, tmp_path: Path):
+    path = tmp_path / "t.json"
+    bpe.save(path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pre_tokenizer": None}))
+    with pytest.raises(DataError, match=r"data\.tokenizer_file: .*use data\.tokenizer huggingface"):
+        open_tokenizer("bpe", str(path))

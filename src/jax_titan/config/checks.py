@@ -189,7 +189,7 @@ def _degrees(c: Config) -> tuple[Degrees, ...]:
         return ()
 
 
-def _field_of(c: Config, axis: str) -> str:
+def field_of(c: Config, axis: str) -> str:
     """The field that says how an axis is split, for messages."""
     own = c.parallel.layout == "mpmd" and getattr(c.pipeline, axis).strip()
     return f"pipeline.{axis}" if own else f"parallel.{axis}"
@@ -204,14 +204,14 @@ def _sequences_are_shared(c: Config) -> str | None:
             axis = "data" if (batch // count) % degrees.data else "fsdp"
             split = f"data {degrees.data} x fsdp {degrees.fsdp}"
             have = f"{batch // count} sequences of a microbatch (train.batch / train.microbatches)"
-            return f"{_field_of(c, axis)}: {split} does not divide the {have}; change one of them"
+            return f"{field_of(c, axis)}: {split} does not divide the {have}; change one of them"
     return None
 
 
 def _width_is_shared(c: Config) -> str | None:
     for degrees in _degrees(c):
         if c.model.dim % degrees.fsdp:
-            field = _field_of(c, "fsdp")
+            field = field_of(c, "fsdp")
             return f"{field}: {degrees.fsdp} does not divide model.dim {c.model.dim}; change one of them"
     return None
 
@@ -220,7 +220,7 @@ def _products_are_shared(name: str) -> Callable[[Config], str | None]:
     def check(c: Config) -> str | None:
         for degrees in _degrees(c):
             if (size := getattr(c.model, name)) % degrees.tensor:
-                field = _field_of(c, "tensor")
+                field = field_of(c, "tensor")
                 return f"{field}: {degrees.tensor} does not divide model.{name} {size}; change one of them"
         return None
 

@@ -51,6 +51,7 @@ def _resolved_paths(values: Mapping[str, Value], name: str) -> dict[str, Value]:
     return {
         "run.dir": os.path.expanduser(str(values["run.dir"])) or os.path.join("runs", name),
         "data.path": absolute(str(values["data.path"])),
+        "data.mixture": absolute_mixture(str(values["data.mixture"])),
         "data.tokenizer_file": absolute(str(values["data.tokenizer_file"])),
         "model.init_from": absolute(str(values["model.init_from"])),
         "data.cache": os.path.expanduser(str(values["data.cache"])),
@@ -60,3 +61,9 @@ def _resolved_paths(values: Mapping[str, Value], name: str) -> dict[str, Value]:
 def absolute(path: str) -> str:
     """A path that means the same in every working directory; an empty one stays empty."""
     return os.path.abspath(os.path.expanduser(path)) if path else ""
+
+
+def absolute_mixture(text: str) -> str:
+    """Every path of `data.mixture` made absolute; parts that are no PATH=WEIGHT stay as they are."""
+    parts = [part.strip().rpartition("=") for part in text.split(",")]
+    return ",".join(f"{absolute(path.strip())}={weight.strip()}" if path else weight for path, _, weight in parts)

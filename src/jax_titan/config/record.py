@@ -4,7 +4,7 @@ import json
 
 from jax_titan.config.fields import FIELDS, SECTIONS, Value, values_of
 from jax_titan.config.problems import show
-from jax_titan.config.reading import absolute
+from jax_titan.config.reading import absolute, absolute_mixture
 from jax_titan.config.sections import Config
 
 # A resumed run must agree with itself in these; all other fields may change from attempt to attempt.
@@ -44,6 +44,7 @@ def fixed_differences(saved: Config, now: Config) -> list[str]:
     for values in (before, after):
         for path in ("data.path", "data.tokenizer_file", "model.init_from"):
             values[path] = absolute(str(values[path]))
+        values["data.mixture"] = absolute_mixture(str(values["data.mixture"]))
     return [
         f"{name}: {show(before[name])} in the run, {show(after[name])} now"
         for name in FIXED

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from jax_titan.config import Config, ConfigError
+from jax_titan.config.checks import field_of
+from jax_titan.config.sections import VIRTUAL_DEVICES
+from jax_titan.parallel.mesh import AXES
 
 if TYPE_CHECKING:
     from jax_titan.mpmd.topology import Device
@@ -18,8 +21,12 @@ def choose_devices(config: Config) -> list[Device]:
     """
     import jax
 
+    needed = config.devices_needed
+    if config.platform.name == "cpu" and needed > VIRTUAL_DEVICES:
+        raise _too_many(config, None)
     # What the user asked of JAX itself stands, unless this run's own setting says otherwise.
-    wanted = config.platform.devices or max(config.devices_needed, jax.config.jax_num_cpu_devices)
+    virtual = needed if needed <= VIRTUAL_DEVICES else 1
+    wanted = config.platform.devices or max(virtual, jax.config.jax_num_cpu_devices)
     try:
         if config.platform.name:
             jax.config.update("jax_platforms", config.platform.name)
@@ -35,13 +42,20 @@ def choose_devices(config: Config) -> list[Device]:
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise ConfigError([f"platform.name: {config.platform.name!r} is not available here ({reason})"]) from error
-    needed = config.devices_needed
     if len(devices) < needed:
-        field = "pipeline.stages" if config.parallel.layout == "mpmd" else "parallel.data"
-        raise ConfigError(
-            [
-                f"{field}: the layout needs {needed} devices and this machine has {len(devices)} "
-                f"({devices[0].platform}); use fewer, or --platform.name cpu for virtual devices"
-            ]
-        )
+        cpu = devices[0].platform == "cpu" and needed > VIRTUAL_DEVICES
+        raise _too_many(config, None if cpu else f"this machine has {len(devices)} ({devices[0].platform})")
     return devices[:needed]
+
+
+def _too_many(config: Config, have: str | None) -> ConfigError:
+    """The refusal in one line that names the field with the most parts; no `have` is the limit of the CPU."""
+    fields = {"pipeline.stages": config.pipeline.stages} if config.parallel.layout == "mpmd" else {}
+    for axis in AXES:
+        fields[field_of(config, axis)] = max(degrees.sizes[axis] for degrees in config.degrees)
+    largest = max(fields, key=fields.__getitem__)
+    limit = have or f"platform cpu makes at most {VIRTUAL_DEVICES} virtual ones"
+    way_out = ", or --platform.name cpu for virtual devices" if have else ""
+    return ConfigError(
+        [f"{largest}: the layout needs {config.devices_needed} devices and {limit}; use fewer{way_out}"]
+    )

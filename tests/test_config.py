@@ -625,3 +625,17 @@ def test_same_corpus_by_another_path_is_the_same(tmp_path: Path, monkeypatch: py
         assert fixed_differences(saved, replaced(Config(), data__path=path)) == []
     assert len(fixed_differences(saved, replaced(Config(), data__path="b.txt"))) == 1
     assert len(fixed_differences(saved, Config())) == 1
+
+
+def test_a_mixture_means_the_same_from_every_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("text")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(tmp_path)
+    saved = load(PRESET, ["--data.mixture", "a.txt=3, ./b.txt = 1"])
+    assert saved.data.mixture == f"{tmp_path}/a.txt=3,{tmp_path}/b.txt=1"
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert fixed_differences(saved, load(PRESET, ["--data.mixture", "../a.txt=3,~/b.txt=1"])) == []
+    assert len(fixed_differences(saved, load(PRESET, ["--data.mixture", "../a.txt=3,~/b.txt=2"]))) == 1

@@ -89,3 +89,42 @@ def test_clipping_scales_down_to_the_norm_and_never_up():
 def test_the_global_norm_is_over_all_leaves():
     tree = {"a": jnp.array([3.0, 0.0]), "b": {"c": jnp.array([[4.0]])}}
     assert float(sum_of_squares(tree)) == pytest.approx(25.0)
+
+
+def test_a_narrow_state_is_rounded_once_an_update_and_computed_in_float32():
+    """Against AdamW in float64 whose two means are rounded to bfloat16 after each update."""
+    import ml_dtypes
+
+    rng = np.random.default_rng(3)
+    settings: dict[str, Any] = {**SETTINGS, "schedule": "constant", "warmup_steps": 0, "learning_rate": 0.01}
+    narrow = adamw(**settings, state_dtype="bfloat16").transformation
+    params = {"w": jnp.asarray(rng.normal(size=(5, 7)), jnp.float32)}
+    state = narrow.init(params)
+
+    def rounded(x):
+        return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+    expected = np.asarray(params["w"], np.float64)
+    mu, nu = np.zeros_like(expected), np.zeros_like(expected)
+    for step in range(1, 21):
+        gradient = rng.normal(size=(5, 7)).astype(np.float32)
+        updates, state = narrow.update({"w": jnp.asarray(gradient)}, state, params)
+        assert updates["w"].dtype == jnp.float32
+        params = jax.tree.map(jnp.add, params, updates)
+        mu = settings["b1"] * mu + (1 - settings["b1"]) * gradient
+        nu = settings["b2"] * nu + (1 - settings["b2"]) * gradient.astype(np.float64) ** 2
+        corrected = (mu / (1 - settings["b1"] ** step), nu / (1 - settings["b2"] ** step))
+        change = corrected[0] / (np.sqrt(corrected[1]) + settings["eps"]) + settings["weight_decay"] * expected
+        expected = expected - settings["learning_rate"] * change
+        mu, nu = rounded(mu), rounded(nu)
+        np.testing.assert_allclose(np.asarray(params["w"]), expected, rtol=0, atol=1e-6)
+    dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(state) if leaf.ndim}
+    assert dtypes == {"bfloat16"}
+    assert adamw(**settings, state_dtype="float32").transformation.init(params)[0].mu["w"].dtype == jnp.float32
+
+
+def test_a_state_of_wider_parameters_keeps_their_precision():
+    with jax.enable_x64(True):
+        params = {"w": jnp.ones((3, 2), jnp.float64)}
+        state = adamw(**SETTINGS, state_dtype="bfloat16").transformation.init(params)
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(state) if leaf.ndim} == {"float64"}

@@ -1,4 +1,4 @@
-"""What the README shows is what the program does: its commands are accepted, its error text is the real one."""
+"""What the documents show is what the program does: the commands are accepted, the errors are the real ones."""
 
 import re
 import shlex
@@ -12,7 +12,12 @@ from jax_titan.mpmd.schedule import SCHEDULES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-COMMANDS = re.findall(r"^jax-titan (train .*)$", README, re.MULTILINE)
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = [
+    command
+    for document in DOCUMENTS
+    for command in re.findall(r"^jax-titan (train .*)$", document.read_text(), re.MULTILINE)
+]
 SHOWN = re.findall(r"^\$ jax-titan (.*)\n((?:.+\n)+?)```", README, re.MULTILINE)
 
 
@@ -20,18 +25,24 @@ SHOWN = re.findall(r"^\$ jax-titan (.*)\n((?:.+\n)+?)```", README, re.MULTILINE)
 def corpus(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my-book.txt").write_text("Once upon a time.\n" * 20)
-    Path("corpus.jsonl").write_text('{"text": "Once upon a time."}\n' * 20)
+    Path("corpus.jsonl").write_text('{"text": "Once upon a time.", "question": "How?", "answer": "So."}\n' * 20)
+    Path("runs/book/checkpoints").mkdir(parents=True)
+    for name in ("tokenizer.model", "tokenizer.json"):
+        Path(name).touch()
 
 
 def test_the_readme_has_commands_and_shown_output():
-    assert len(COMMANDS) >= 2
+    assert len(COMMANDS) >= 8
     assert len(SHOWN) >= 1
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_for_training_are_accepted(command):
     _, source, *flags = shlex.split(command)
-    assert load(source, flags).run.dir
+    settings = [flag for flag in flags if flag not in ("--dry-run", "--json")]
+    assert load(source, settings).run.dir
+    if settings != flags:
+        assert main(["train", source, *flags]) == 0
 
 
 @pytest.mark.parametrize(("command", "output"), SHOWN)
@@ -50,7 +61,7 @@ def test_make_targets_named_in_the_documents_exist():
 
 
 def test_links_between_the_documents_lead_somewhere():
-    for document in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "pipeline.md"):
+    for document in DOCUMENTS:
         for link in re.findall(r"\]\((?!http)([^)#]+)\)", document.read_text()):
             assert (document.parent / link).exists(), f"{document.name}: {link}"
 

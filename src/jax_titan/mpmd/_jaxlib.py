@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterator
 from types import ModuleType
 
-TESTED = ("0.11.2", "0.12.0.1")
+TESTED = ("0.11.2", "0.12.1")
 SUPPORTED = ((0, 11, 2), (0, 13))  # inclusive, exclusive; moved together with the tests and pyproject.toml
 
 _NAMES = ("apply_mpmd_partitioning", "clone_mlir_module", "PartitioningPhase")

@@ -59,7 +59,7 @@ class StagePlacement:
 
     @property
     def state_bytes(self) -> int:
-        """What a device holds between steps."""
+        """Parameters, gradients and optimizer state on each device: all that a step holds but activations."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
